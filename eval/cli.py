@@ -1,0 +1,96 @@
+"""The console command `certjax`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from absl import app
+from absl.flags import argparse_flags
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from certjax.eval import doctor
+
+    rows = doctor.report()
+    if args.json:
+        print(json.dumps(dict(rows), indent=1))
+        return
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from certjax.eval.progress import Progress
+    from certjax.models import convert
+
+    with Progress("reading tensors") as progress:
+        summary = convert(args.src, args.dst, dtype=args.dtype, overwrite=args.overwrite, progress=progress)
+    for message in summary.messages:
+        print(f"note: {message}", file=sys.stderr)
+    print(f"{summary.target}: {summary.model_type}, {summary.parameters / 1e6:.1f} M parameters in {summary.dtype}")
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from certjax.eval import demo
+
+    demo.run(
+        args.model,
+        prompt_file=args.prompt,
+        context=args.context,
+        new_tokens=args.tokens,
+        epsilon=args.epsilon,
+        delta_total=args.delta,
+        replay_steps=args.replay,
+        seed=args.seed,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse_flags.ArgumentParser(prog="certjax", description="Certified sparse attention for JAX on CPUs.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("doctor", help="print versions, ISA levels, threads, huge pages")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_doctor)
+
+    command = commands.add_parser("convert", help="convert a GGUF or safetensors model to a checkpoint")
+    command.add_argument("src", metavar="SRC", help="a GGUF file, a safetensors file or index, or a downloaded folder")
+    command.add_argument("dst", metavar="DST", help="folder of the new checkpoint")
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters (%(default)s)")
+    command.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
+    command.set_defaults(run=_convert)
+
+    command = commands.add_parser("demo", help="read a document, generate with certified attention, print what was certified")
+    command.add_argument("model", metavar="CHECKPOINT", help="folder made by `certjax convert`")
+    command.add_argument("--prompt", metavar="FILE", help="UTF-8 text to read (default: Python's own language reference)")
+    command.add_argument("--context", type=int, default=8000, help="tokens of the text to read at most (%(default)s)")
+    command.add_argument("--tokens", type=int, default=48, help="tokens to generate (%(default)s)")
+    command.add_argument("--epsilon", type=float, default=0.1, help="allowed error relative to the value scale M (%(default)s)")
+    command.add_argument("--delta", type=float, default=0.01, help="probability that anything certified is off, over the whole generation (%(default)s)")
+    command.add_argument("--replay", type=int, default=16, help="steps replayed against dense attention (%(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
+    command.set_defaults(run=_demo)
+    return parser
+
+
+def _main(args: argparse.Namespace) -> int:
+    try:
+        args.run(args)
+    except ValueError as error:  # the caller's mistakes, in one line; anything else is a fault of ours and keeps its traceback
+        print(f"certjax: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("certjax: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console command."""
+    app.run(_main, argv=None if argv is None else list(argv), flags_parser=lambda words: _parser().parse_args(words[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Converted models on disk: parameters by Orbax, config and tokenizer as JSON files that people can read.
+
+    <checkpoint>/manifest.json  config.json  tokenizer.json  tokenizer_config.json  params/
+
+This is the one file that imports Orbax. It uses the V1 API, which lives under an experimental path until Orbax 1.0.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from orbax.checkpoint import v1 as ocp
+
+from certjax.models.source import read_json
+
+FORMAT_VERSION = 1
+_PARAMS, _MANIFEST = "params", "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint.
+
+    Attributes:
+      params: nested dict of `jax.Array`.
+      config: the content of a Hugging Face ``config.json``.
+      tokenizer: the content of a ``tokenizer.json``, or None.
+      tokenizer_config: as in `certjax.models.Source`.
+      fingerprint: what `save` was given, normally a digest of the files that the parameters came from.
+    """
+
+    params: dict[str, Any]
+    config: dict[str, Any]
+    tokenizer: dict[str, Any] | None
+    tokenizer_config: dict[str, Any]
+    fingerprint: str | None
+
+
+def save(
+    path: str | os.PathLike[str],
+    params: dict[str, Any],
+    config: dict[str, Any],
+    tokenizer: dict[str, Any] | None,
+    tokenizer_config: dict[str, Any],
+    fingerprint: str | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Writes a checkpoint: all of it or nothing.
+
+    It is written to a folder beside `path`, which is renamed at the end.
+
+    Args:
+      path: the new checkpoint's folder; the folder above it must exist.
+      params: nested dict of arrays; keys are strings. Arrays on one CPU device are written without a copy.
+      config: JSON object.
+      tokenizer: JSON object or None.
+      tokenizer_config: JSON object.
+      fingerprint: says where the parameters came from.
+      overwrite: replace a checkpoint that is there. Anything else there is never replaced.
+
+    Raises:
+      ValueError: `path` is taken or cannot be written, a key is not a string, or there are no parameters.
+    """
+    path = check_target(path, overwrite=overwrite)
+    keys = {getattr(step, "key", step) for where, _ in jax.tree_util.tree_leaves_with_path(params) for step in where}
+    if not keys or not all(isinstance(key, str) and key for key in keys):
+        wrong = sorted(repr(key) for key in keys if not isinstance(key, str) or not key) or "nothing"
+        raise ValueError(f"params: expected nested dicts with string keys and arrays, got {wrong}")
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    try:
+        temporary.mkdir()
+        _save_params(temporary / _PARAMS, jax.tree.map(np.asarray, params))
+        files = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokenizer_config}
+        files["manifest"] = {
+            "format_version": FORMAT_VERSION,
+            "fingerprint": fingerprint,
+            "crc32": _checksums(temporary / _PARAMS),
+        }
+        for name, content in files.items():
+            if content is not None:
+                text = json.dumps(content, indent=1, ensure_ascii=False)
+                (temporary / f"{name}.json").write_text(text, encoding="utf-8")
+        _put(temporary, path)
+    except (OSError, RuntimeError) as error:  # TensorStore reports a full disk as the latter
+        raise ValueError(f"{path}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Any = None) -> Checkpoint:
+    """Reads a checkpoint, on however many devices, whatever it was saved on.
+
+    Args:
+      path: the checkpoint's folder.
+      dtype: dtype of the parameters; None keeps theirs.
+      sharding: where to put them: one `jax.sharding.Sharding`, or a nested dict of them like the parameters; None
+        puts them on the first device.
+
+    Raises:
+      ValueError: no checkpoint there, it is damaged, it is of a newer format, or `sharding` does not fit.
+    """
+    path = Path(path).absolute()
+    manifest = read_json(path / _MANIFEST)
+    if manifest is None:
+        raise ValueError(f"{path}: not a certjax checkpoint: {_MANIFEST} is missing; make one with certjax convert")
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: checkpoint format {version!r}, expected {FORMAT_VERSION}; upgrade certjax or convert again"
+        )
+    config, tokenizer_config = read_json(path / "config.json"), read_json(path / "tokenizer_config.json")
+    stated, found = manifest.get("crc32"), _checksums(path / _PARAMS)
+    if config is None or tokenizer_config is None or not found or found != stated:
+        known = stated if isinstance(stated, dict) else {}
+        wrong = [f"{_PARAMS}/{name}" for name in sorted(known.keys() | found) if known.get(name) != found.get(name)]
+        wrong += [n for n, c in (("config.json", config), ("tokenizer_config.json", tokenizer_config)) if c is None]
+        raise ValueError(
+            f"{path}: damaged checkpoint, missing or changed: {', '.join(wrong[:10]) or _PARAMS}; convert again"
+        )
+    with _no_database_warnings():
+        abstract = _abstract(ocp.metadata(path / _PARAMS).metadata, dtype, sharding)
+        params = ocp.load(path / _PARAMS, abstract)
+    return Checkpoint(params, config, read_json(path / "tokenizer.json"), tokenizer_config, manifest.get("fingerprint"))
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` looks like a folder that `save` wrote."""
+    return (Path(path) / _PARAMS).is_dir() and (Path(path) / _MANIFEST).is_file()
+
+
+def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Checks that a checkpoint can be written at `path`, before hours go into making it.
+
+    Returns:
+      The absolute path.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    path = Path(path).absolute()
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: the folder {path.parent} does not exist; make it first")
+    if path.exists() and not (overwrite and is_checkpoint(path)):
+        remedy = "give overwrite=True to replace it" if is_checkpoint(path) else "it is not a certjax checkpoint"
+        raise ValueError(f"{path}: already exists; {remedy}, or choose another name")
+    probe = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error}") from None
+    return path
+
+
+def _save_params(path: Path, params: dict[str, Any]) -> None:
+    """One plain file per array, a few at a time: Orbax's default, one compressed database, is held in memory whole."""
+    context = ocp.Context()
+    context.array_options.saving.use_ocdbt = False
+    context.array_options.saving.use_compression = False  # slow, and spares little of real weights
+    context.memory_options.deepcopy_host_arrays = False
+    context.memory_options.write_concurrent_bytes = 64 << 20
+    with _no_database_warnings(), context:
+        ocp.save(path, params)
+
+
+def _put(new: Path, path: Path) -> None:
+    """Renames `new` to `path`; what is there goes only once that has worked."""
+    old = new.with_name(f"{new.name}.old")
+    if path.exists():
+        path.rename(old)
+    try:
+        new.rename(path)
+    except OSError:
+        if old.exists():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _no_database_warnings() -> Iterator[None]:
+    """Keeps Orbax from logging that there is no database, which is what was asked for."""
+    logger = logging.getLogger("absl")
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "Skipping merge of OCDBT" not in text and "TensorStore data files not found" not in text
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of every file. The array files have no checksum of their own, and Orbax is noisy about damage."""
+    checksums = {}
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        value = 0
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                value = zlib.crc32(block, value)
+        checksums[file.relative_to(folder).as_posix()] = value
+    return checksums
+
+
+def _abstract(stored: Any, dtype: DTypeLike | None, sharding: Any) -> dict[str, Any]:
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if isinstance(sharding, jax.sharding.Sharding):
+        everywhere = sharding
+        sharding = jax.tree.map(lambda _: everywhere, stored)
+    ours, given = str(jax.tree.structure(stored)), str(jax.tree.structure(sharding))
+    if ours != given:
+        raise ValueError(f"sharding: expected one, or a dict like the parameters: {ours}; got {given}")
+
+    def leaf(where: Any, meta: Any, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        try:
+            place.shard_shape(meta.shape)
+        except ValueError as error:
+            raise ValueError(f"sharding of params{jax.tree_util.keystr(where)}: {error}") from None
+        return jax.ShapeDtypeStruct(meta.shape, np.dtype(meta.dtype if dtype is None else dtype), sharding=place)
+
+    return jax.tree_util.tree_map_with_path(leaf, stored, sharding)

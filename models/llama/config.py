@@ -1,0 +1,318 @@
+"""What a Llama-family model is: sizes, rotary embedding, biases, norms, windows; read from config.json."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+# Fields of config.json that say nothing about inference, or that are read elsewhere (token ids: the tokenizer's).
+_INERT = (
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "is_llama_config",
+    "model_type",
+    "pad_token_id",
+    "pretraining_tp",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "use_cache",
+)
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+_COMMON = (*_SIZES, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings")
+_ROPE_PLACES = ("rope_theta", "rope_scaling", "rope_parameters", "rope_interleaved", "partial_rotary_factor")
+_QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": ("sliding_window",),
+    "qwen2": _QWEN_WINDOW,
+    "qwen3": ("attention_bias", *_QWEN_WINDOW),
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Rotary types: fields that a type must have, and fields that it may have.
+_ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"), ()),
+    "yarn": (("factor", "original_max_positions"), ("beta_fast", "beta_slow", "attention_factor")),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of one model. A field that the chosen type does not use must be left out.
+
+    Attributes:
+      theta: base of the frequencies.
+      rope_type: "default", "linear", "llama3" or "yarn".
+      factor: by how much the context was stretched (linear, llama3, yarn).
+      original_max_positions: context length before stretching, tokens (llama3, yarn).
+      low_freq_factor: llama3; wavelengths above original_max_positions ÷ this are stretched in full.
+      high_freq_factor: llama3; wavelengths below original_max_positions ÷ this are left alone.
+      beta_fast: yarn; channels that turn more often than this over the original context are left alone (default 32).
+      beta_slow: yarn; channels that turn less often than this are stretched in full (default 1).
+      attention_factor: yarn; scale of cos and sin (default 0.1 ln factor + 1).
+
+    Raises:
+      ValueError: unknown type, a field missing, not positive, or not used by the type.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float | None = None
+    original_max_positions: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        if self.rope_type not in _ROPE_TYPES:
+            raise ValueError(f"rope_type {self.rope_type!r} is not supported; expected one of {', '.join(_ROPE_TYPES)}")
+        required, optional = _ROPE_TYPES[self.rope_type]
+        problems = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "rope_type":
+                continue
+            if field.name != "theta" and value is not None and field.name not in required + optional:
+                problems.append(f"{field.name} is not used by this type")
+            elif value is None and field.name in required:
+                problems.append(f"{field.name} is missing")
+            elif value is not None and not (_is_number(value) and value > 0):
+                problems.append(f"{field.name} must be a positive number, got {value!r}")
+        if not problems and self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:  # type: ignore[operator]
+            problems.append("high_freq_factor must exceed low_freq_factor")
+        if problems:
+            raise ValueError(f"rotary embedding of type {self.rope_type!r}: {'; '.join(problems)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """A decoder of the Llama family. Every field changes the model; all are checked at construction.
+
+    Attributes:
+      vocab_size: V, tokens in the vocabulary.
+      hidden_size: D, width of the residual stream.
+      intermediate_size: F, width of the gated feed-forward layer.
+      num_layers: L.
+      num_heads: N query heads.
+      num_kv_heads: K key-value heads; N is a multiple of K.
+      head_dim: H, even; need not be D / N.
+      max_positions: longest context, tokens.
+      norm_eps: ε of every RMS norm.
+      rope: rotary embedding.
+      tied_embeddings: the output projection is the embedding table.
+      qkv_bias: q, k and v projections have a bias.
+      output_bias: the attention's output projection has a bias.
+      mlp_bias: the three feed-forward projections have a bias.
+      qk_norm: queries and keys of a head are RMS-normalised before rotation.
+      windows: for each layer the number of newest tokens that it attends to, or None for all of them.
+
+    Raises:
+      ValueError: naming every field that is wrong.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    rope: RopeConfig
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+
+    def __post_init__(self):
+        problems = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and not _is_positive_int(value):
+                problems.append(f"{field.name} must be a positive integer, got {value!r}")
+            if field.type is bool and not isinstance(value, bool):
+                problems.append(f"{field.name} must be true or false, got {value!r}")
+        if not (_is_number(self.norm_eps) and self.norm_eps > 0):
+            problems.append(f"norm_eps must be a positive number, got {self.norm_eps!r}")
+        if not problems:
+            if self.num_heads % self.num_kv_heads:
+                problems.append(
+                    f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+                )
+            if self.head_dim % 2:
+                problems.append(f"head_dim must be even (rotary embedding turns pairs), got {self.head_dim}")
+            if len(self.windows) != self.num_layers:
+                problems.append(f"windows must have {self.num_layers} entries, one a layer, got {len(self.windows)}")
+            if any(w is not None and not _is_positive_int(w) for w in self.windows):
+                problems.append(f"windows must be positive integers or None, got {self.windows}")
+        if problems:
+            raise ValueError(f"LlamaConfig: {'; '.join(problems)}")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads the content of a Hugging Face config.json of model_type llama, mistral, qwen2 or qwen3.
+
+        `rope_scaling` and `rope_parameters` are both understood. A field that is neither used nor known to be without
+        effect on inference is an error: what it means would be silently lost.
+
+        Args:
+          config: the parsed JSON object.
+
+        Returns:
+          The validated configuration.
+
+        Raises:
+          ValueError: unknown architecture; missing, unknown or unsupported fields, all of them named.
+        """
+        family = _family(config)
+        allowed = {*_COMMON, *_ROPE_PLACES, *_FAMILIES[family], *_INERT}
+        unknown = sorted(set(config) - allowed)
+        missing = [name for name in _SIZES if config.get(name) is None]
+        # Defaults of other families are numbers of one particular checkpoint: better to ask than to guess.
+        if family != "llama" and config.get("num_key_value_heads") is None:
+            missing.append("num_key_value_heads")
+        problems = []
+        if unknown:
+            problems.append(f"fields that certjax does not know for model_type {family!r}: {', '.join(unknown)}")
+        if missing:
+            problems.append(f"missing fields: {', '.join(missing)}")
+        for name, accepted in {
+            "hidden_act": ("silu", "swish", None),
+            "rope_interleaved": (False, None),
+            "partial_rotary_factor": (1, None),
+        }.items():
+            if config.get(name) not in accepted:
+                problems.append(f"{name} = {config[name]!r} is not supported, expected {accepted[0]!r}")
+        if problems:
+            raise ValueError(f"config.json: {'; '.join(problems)}")
+
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim")
+        if head_dim is None:
+            if family != "qwen3" and config["hidden_size"] % heads:
+                raise ValueError(
+                    f"config.json: hidden_size ({config['hidden_size']}) is not a multiple of "
+                    f"num_attention_heads ({heads}) and head_dim is not given"
+                )
+            head_dim = 128 if family == "qwen3" else config["hidden_size"] // heads
+        attention_bias = bool(config.get("attention_bias", False))
+        kv_heads = config.get("num_key_value_heads")
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim,
+            max_positions=config["max_position_embeddings"],
+            norm_eps=config["rms_norm_eps"],
+            rope=_read_rope(config),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=attention_bias or family == "qwen2",
+            output_bias=attention_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            windows=_read_windows(config, family),
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise ValueError(
+            f"config.json: model_type {family!r} is not supported; expected one of {', '.join(_FAMILIES)}"
+            " (other architectures compute something else, so their weights cannot be used)"
+        )
+    architectures = config.get("architectures") or [_ARCHITECTURES[family]]
+    if list(architectures) != [_ARCHITECTURES[family]]:
+        raise ValueError(
+            f"config.json: architectures {architectures!r} with model_type {family!r} is not supported; "
+            f"expected [{_ARCHITECTURES[family]!r}]"
+        )
+    return family
+
+
+def _read_rope(config: Mapping[str, Any]) -> RopeConfig:
+    """`rope_theta` stands beside the scaling (older files) or inside `rope_parameters` (newer ones)."""
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    if scaling and parameters and dict(scaling) != dict(parameters):
+        raise ValueError("config.json: rope_scaling and rope_parameters contradict each other; keep one of them")
+    rope = {name: value for name, value in (parameters or scaling or {}).items() if value is not None}
+    kind, legacy = rope.pop("rope_type", None), rope.pop("type", None)
+    if kind and legacy and kind != legacy:
+        raise ValueError(
+            f"config.json: the rotary embedding has rope_type {kind!r} and type {legacy!r}; keep one of them"
+        )
+    kind = kind or legacy or "default"
+    inner, outer = rope.pop("rope_theta", None), config.get("rope_theta")
+    if inner is not None and outer is not None and inner != outer:
+        raise ValueError(f"config.json: rope_theta is {outer} at top level and {inner} in the rotary parameters")
+    theta = inner if inner is not None else outer
+    if kind not in _ROPE_TYPES:
+        raise ValueError(
+            f"config.json: rotary type {kind!r} is not supported; expected one of {', '.join(_ROPE_TYPES)}"
+        )
+    if kind == "default":  # a file may keep the numbers of a scaling that it does not use
+        rope = {name: value for name, value in rope.items() if (name, value) != ("factor", 1.0)}
+    if "original_max_position_embeddings" in rope:
+        rope["original_max_positions"] = rope.pop("original_max_position_embeddings")
+    elif kind == "yarn":
+        rope["original_max_positions"] = config["max_position_embeddings"]
+    unknown = sorted(set(rope) - {field.name for field in dataclasses.fields(RopeConfig)})
+    if unknown:
+        raise ValueError(f"config.json: rotary fields that certjax does not know: {', '.join(unknown)}")
+    return RopeConfig(theta=10000.0 if theta is None else theta, rope_type=kind, **rope)
+
+
+def _read_windows(config: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+        window = None
+    types = config.get("layer_types")
+    if types is None:
+        first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+        types = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in range(layers)]
+    if len(types) != layers:
+        raise ValueError(f"config.json: layer_types must have {layers} entries, got {len(types)}")
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"config.json: layer_types {', '.join(unknown)} not supported; expected full_attention or sliding_attention"
+        )
+    if window is None and "sliding_attention" in types:
+        raise ValueError("config.json: layer_types has sliding_attention, but no sliding_window is in use")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

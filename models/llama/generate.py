@@ -1,0 +1,282 @@
+"""Text generation as one compiled program: a while loop over tokens, layers unrolled, caches updated in place."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import certjax
+from certjax.models.llama.modeling import Caches, Hints, Llama, Metrics
+from certjax.models.llama.prefill import check_room, pack_prompts, prefill
+from certjax.models.llama.sampling import sample
+
+NO_TOKEN = -1
+
+Stream = Callable[[int, np.ndarray], None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """What was generated, and what every attention call reported.
+
+    Attributes:
+      tokens: int32 [B, max_new_tokens]; −1 behind the end of a row. An end token is kept.
+      lengths: int32 [B], tokens of each row, the end token included.
+      statistics: arrays [max_new_tokens − 1, L, B, N]: `certified`, `exact`, `keys_read`, `candidates`, `bytes_read`
+        (see `certjax.Certificate`), and what a custom attention added. Entry t belongs to the step that was fed token t
+        of the row; it is zero for t ≥ lengths − 1, where the row took no step.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    statistics: Metrics
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class _State:
+    """What the loop carries. `count` [B] doubles as the lengths; `step` is the number of tokens chosen so far."""
+
+    step: jax.Array
+    done: jax.Array
+    token: jax.Array
+    tokens: jax.Array
+    count: jax.Array
+    caches: Caches
+    hints: Hints
+    statistics: Metrics
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Options:
+    """What may differ between calls without compiling again, but for None against a value."""
+
+    attention_rng: jax.Array
+    sample_rng: jax.Array
+    end_ids: jax.Array
+    temperature: jax.Array | None
+    top_p: jax.Array | None
+    config: "certjax.Config"
+
+
+def generate(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    rng: jax.Array,
+    end_ids: Iterable[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    certified_config: "certjax.Config | None" = None,
+    cache_dtype: Any = jnp.float32,
+    chunk: int = 512,
+    progress: Callable[[int, int], None] | None = None,
+    stream: Stream | None = None,
+) -> GenerateResult:
+    """Continues prompts: `prefill`, then `decode`, with caches of just the size that is needed.
+
+    Args:
+      model: the model.
+      prompts: B sequences of token ids; lengths may differ.
+      max_new_tokens: generated at most, for each row.
+      rng: key of everything random, the attention's perturbations included.
+      end_ids: tokens that end a row; may be several.
+      temperature: 0 for the most likely token each time.
+      top_p: see `sample`.
+      certified_config: replaces the model's; ε and δ may vary without compiling again. δ is that of a single attention
+        call: `certjax.ledger` divides a total over heads, layers and steps.
+      cache_dtype: float32, bfloat16 or float16.
+      chunk: see `prefill`.
+      progress: see `prefill`.
+      stream: see `decode`.
+
+    Returns:
+      The tokens and the statistics.
+
+    Raises:
+      ValueError: an empty prompt, ids outside the vocabulary, prompt and new tokens beyond the model's longest context,
+        or an option out of range.
+    """
+    _, lengths = pack_prompts(prompts, model.config.vocab_size)
+    _check_max_new_tokens(max_new_tokens)
+    longest = int(lengths.max())
+    if longest + max_new_tokens > model.config.max_positions:
+        raise ValueError(
+            f"prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's longest context of "
+            f"{model.config.max_positions}; shorten the prompt or lower max_new_tokens"
+        )
+    continued = functools.partial(
+        decode,
+        model,
+        max_new_tokens=max_new_tokens,
+        rng=rng,
+        end_ids=end_ids,
+        temperature=temperature,
+        top_p=top_p,
+        certified_config=certified_config,
+        stream=stream,
+    )
+    _check_options(model, max_new_tokens=max_new_tokens, end_ids=end_ids, temperature=temperature, top_p=top_p)
+    caches = model.init_caches(len(prompts), longest + max_new_tokens, cache_dtype)
+    logits, caches = prefill(model, prompts, caches, chunk=chunk, progress=progress)
+    return continued(logits, caches)[0]
+
+
+def decode(
+    model: Llama,
+    logits: jax.Array,
+    caches: Caches,
+    *,
+    max_new_tokens: int,
+    rng: jax.Array,
+    end_ids: Iterable[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    certified_config: "certjax.Config | None" = None,
+    stream: Stream | None = None,
+) -> tuple[GenerateResult, Caches]:
+    """Generates after a prefill. Arguments that are not listed are those of `generate`.
+
+    One program is compiled for a shape; it runs from any step to any other. Without `stream` a single call of it makes
+    all tokens. With `stream` it is called once a token, the state staying on the device, so that the callback is
+    ordinary Python between two calls: it may block, print, raise, and use JAX.
+
+    Args:
+      model: the model.
+      logits: [B, V] after the last prompt token, from `prefill`.
+      caches: one a layer; donated. Copy them first to decode twice from one prefill.
+      max_new_tokens: generated at most, for each row.
+      rng: key.
+      end_ids: as for `generate`.
+      temperature: as for `generate`.
+      top_p: as for `generate`.
+      certified_config: as for `generate`.
+      stream: called after every token with its index and the int32 tokens [B] (−1 for rows that have ended). An
+        exception that it raises ends the generation and reaches the caller.
+
+    Returns:
+      The tokens and statistics; the caches, which hold all tokens of a row but its last.
+
+    Raises:
+      ValueError: not enough room in caches or model, or an option out of range.
+    """
+    _check_max_new_tokens(max_new_tokens)
+    check_room(model, caches, np.full(logits.shape[0], max_new_tokens - 1), what="the new ones")
+    options = _options(
+        model, rng, end_ids=end_ids, temperature=temperature, top_p=top_p, certified_config=certified_config
+    )
+    model = model.with_attention(model.attention)  # its ε and δ are in the options: no other program for other values
+    # Flattened once: at each call of a jitted function NNX walks all modules in Python, 5 ms for 30 layers.
+    weights, structure = jax.tree.flatten(model)
+    state = _begin(structure, weights, logits, caches, options, max_new_tokens=max_new_tokens)
+    if stream is not None:
+        stream(0, np.asarray(state.token))
+        for step in range(1, max_new_tokens):
+            if bool(state.done.all()):
+                break
+            state = _run(structure, weights, state, options, np.int32(step + 1))
+            stream(step, np.asarray(state.token))
+    elif max_new_tokens > 1:
+        state = _run(structure, weights, state, options, np.int32(max_new_tokens))
+    return GenerateResult(tokens=state.tokens, lengths=state.count, statistics=state.statistics), state.caches
+
+
+def _check_max_new_tokens(count: int) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"max_new_tokens must be a positive integer, got {count!r}")
+
+
+def _options(model, rng, *, end_ids, temperature, top_p, certified_config) -> _Options:
+    ends = np.asarray(sorted(end_ids), np.int32)
+    vocab = model.config.vocab_size
+    if ends.size and (ends[0] < 0 or ends[-1] >= vocab):
+        raise ValueError(f"end_ids {ends.tolist()} must lie in the vocabulary 0 … {vocab - 1}")
+    if not (np.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature!r}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p!r}")
+    attention_rng, sample_rng = jax.random.split(rng)
+    return _Options(
+        attention_rng=attention_rng,
+        sample_rng=sample_rng,
+        end_ids=jnp.asarray(ends),
+        temperature=jnp.float32(temperature) if temperature else None,
+        top_p=jnp.float32(top_p) if temperature and top_p < 1 else None,
+        config=model.certified_config if certified_config is None else certified_config,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("structure", "max_new_tokens"), donate_argnames=("caches",))
+def _begin(structure, weights, logits, caches: Caches, options: _Options, *, max_new_tokens: int) -> _State:
+    """Chooses the first token and makes empty buffers."""
+    model: Llama = jax.tree.unflatten(structure, weights)
+    B = logits.shape[0]
+    hints = model.init_hints(B)
+    # One layer tells which statistics there are; the others report the same.
+    kv = jax.ShapeDtypeStruct((B, 1, model.config.num_kv_heads, model.config.head_dim), jnp.float32)
+    q = jax.ShapeDtypeStruct((B, 1, model.config.num_heads, model.config.head_dim), jnp.float32)
+    attend = functools.partial(model.attend, 0, caches[0], hints[0], options.attention_rng, options.config, None)
+    _, (_, _, metrics) = jax.eval_shape(attend, q, kv, kv)
+    buffers = {
+        name: jnp.zeros((max_new_tokens - 1, model.config.num_layers, *x.shape), x.dtype) for name, x in metrics.items()
+    }
+    state = _State(
+        step=jnp.int32(0),
+        done=jnp.zeros((B,), bool),
+        token=jnp.zeros((B,), jnp.int32),
+        tokens=jnp.full((B, max_new_tokens), NO_TOKEN, jnp.int32),
+        count=jnp.zeros((B,), jnp.int32),
+        caches=caches,
+        hints=hints,
+        statistics=buffers,
+    )
+    return _choose(state, logits, options)
+
+
+@functools.partial(jax.jit, static_argnames=("structure",), donate_argnames=("state",))
+def _run(structure, weights, state: _State, options: _Options, limit: jax.Array) -> _State:
+    """Decodes until `limit` tokens are chosen or every row has ended."""
+    model: Llama = jax.tree.unflatten(structure, weights)
+
+    def unfinished(state):
+        return (state.step < limit) & ~state.done.all()
+
+    def body(state):
+        rng = jax.random.fold_in(options.attention_rng, state.step)
+        active = ~state.done
+        logits, caches, hints, metrics = model.decode_step(
+            jnp.maximum(state.token, 0), state.caches, state.hints, rng=rng, config=options.config, active=active
+        )
+        at = (state.step - 1, 0, 0, 0)
+        statistics = {
+            name: jax.lax.dynamic_update_slice(
+                state.statistics[name], jnp.where(active[None, :, None], x, jnp.zeros((), x.dtype))[None], at
+            )
+            for name, x in metrics.items()
+        }
+        state = dataclasses.replace(state, caches=caches, hints=hints, statistics=statistics)
+        return _choose(state, logits, options)
+
+    return jax.lax.while_loop(unfinished, body, state)
+
+
+def _choose(state: _State, logits: jax.Array, options: _Options) -> _State:
+    """Adds a token to every row that has not ended."""
+    rng = jax.random.fold_in(options.sample_rng, state.step)
+    token = sample(logits, rng, temperature=options.temperature, top_p=options.top_p)
+    token = jnp.where(state.done, NO_TOKEN, token)
+    return dataclasses.replace(
+        state,
+        step=state.step + 1,
+        done=state.done | (token[:, None] == options.end_ids[None]).any(1),
+        token=token,
+        tokens=jax.lax.dynamic_update_slice(state.tokens, token[:, None], (0, state.step)),
+        count=state.count + (~state.done).astype(jnp.int32),
+    )

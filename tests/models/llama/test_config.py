@@ -1,0 +1,145 @@
+import dataclasses
+
+import pytest
+from absl.testing import parameterized
+
+from certjax.models.dummy import dummy_config
+from certjax.models.llama import LlamaConfig, RopeConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def of(family, **fields):
+    architecture = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    return LlamaConfig.from_hf(LLAMA | {"model_type": family, "architectures": [architecture + "ForCausalLM"]} | fields)
+
+
+class FromHfTest(parameterized.TestCase):
+    def test_plain_llama(self):
+        config = of("llama")
+        assert (config.head_dim, config.rope, config.windows) == (16, RopeConfig(), (None, None))
+        assert not (config.qkv_bias)
+        assert not (config.output_bias)
+        assert not (config.mlp_bias)
+        assert not (config.qk_norm)
+        assert of("llama", num_key_value_heads=None).num_kv_heads == 4
+
+    def test_rope_spellings_mean_the_same(self):
+        inner = of("llama", rope_parameters=LLAMA3 | {"rope_theta": 5e5})
+        legacy = LLAMA3 | {"type": "llama3"}
+        legacy.pop("rope_type")
+        for other in (
+            of("llama", rope_scaling=LLAMA3, rope_theta=5e5),
+            of("llama", rope_scaling=legacy, rope_theta=5e5),
+            of("llama", rope_scaling=LLAMA3, rope_parameters=LLAMA3, rope_theta=5e5),
+        ):
+            assert inner == other
+        assert inner.rope.theta == 500000.0
+        assert inner.rope.factor == 8.0
+
+    def test_yarn_takes_the_models_context_where_none_is_given(self):
+        rope = of("llama", rope_scaling={"type": "yarn", "factor": 4}).rope
+        assert rope.original_max_positions == 2048
+
+    def test_biases_and_norms_of_families(self):
+        assert [of(f).qkv_bias for f in ("llama", "mistral", "qwen2", "qwen3")] == [False, False, True, False]
+        assert [of(f).qk_norm for f in ("llama", "mistral", "qwen2", "qwen3")] == [False, False, False, True]
+        biased = of("llama", attention_bias=True, mlp_bias=True)
+        assert biased.qkv_bias
+        assert biased.output_bias
+        assert biased.mlp_bias
+        assert not of("qwen2").output_bias
+        assert of("qwen3").head_dim == 128
+
+    def test_windows(self):
+        assert of("mistral", sliding_window=16).windows == (16, 16)
+        assert of("mistral", sliding_window=None).windows == (None, None)
+        off = {"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 1}
+        assert of("qwen2", **off).windows == (None, None)
+        assert of("qwen2", **(off | {"use_sliding_window": True})).windows == (None, 16)
+        types = ["sliding_attention", "full_attention"]
+        assert of("qwen3", sliding_window=8, use_sliding_window=True, layer_types=types).windows == (8, None)
+
+    @parameterized.parameters(
+        ({"model_type": "gemma"}, "model_type 'gemma' is not supported; expected one of llama"),
+        ({"model_type": None}, "model_type None"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"logit_scale": 2.0, "residual_multiplier": 1}, "logit_scale, residual_multiplier"),
+        ({"sliding_window": 4}, "does not know for model_type 'llama': sliding_window"),
+        ({"quantization_config": {}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, expected 'silu'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"rope_interleaved": True}, "rope_interleaved = True"),
+        ({"vocab_size": None, "rms_norm_eps": None}, "missing fields: vocab_size, rms_norm_eps"),
+        ({"model_type": "qwen2", "architectures": None, "num_key_value_heads": None}, "missing.*num_key_value_heads"),
+        ({"hidden_size": 66}, "not a multiple of num_attention_heads"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; expected one of default"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "does not know: mscale"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, "keep one of them"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}}, "contradict"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta is 10000.0 at top level"),
+        ({"rope_theta": -1}, "theta must be a positive number"),
+    )
+    def test_refuses(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            LlamaConfig.from_hf(LLAMA | fields)
+
+    def test_window_without_size(self):
+        with pytest.raises(ValueError, match="no sliding_window is in use"):
+            of("qwen2", layer_types=["sliding_attention"] * 2)
+        with pytest.raises(ValueError, match="layer_types must have 2 entries"):
+            of("qwen2", layer_types=["full_attention"])
+        with pytest.raises(ValueError, match="chunked_attention"):
+            of("qwen2", layer_types=["full_attention", "chunked_attention"])
+
+
+class ConstructionTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"num_heads": 3}, "num_heads .3. must be a multiple of num_kv_heads .2."),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"vocab_size": 0, "num_layers": 2.0}, "vocab_size must be a positive integer, got 0; num_layers"),
+        ({"norm_eps": -1.0}, "norm_eps"),
+        ({"qk_norm": 1}, "qk_norm must be true or false"),
+        ({"windows": (None,)}, "windows must have 2 entries"),
+        ({"windows": (0, None)}, "windows must be positive"),
+    )
+    def test_names_what_is_wrong(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(dummy_config(), **fields)
+
+    @parameterized.parameters(
+        ({"rope_type": "su"}, "'su' is not supported"),
+        ({"factor": 2.0}, "factor is not used by this type"),
+        ({"rope_type": "linear", "factor": 0.0}, "factor must be a positive number"),
+        ({"rope_type": "yarn", "factor": 2.0}, "original_max_positions is missing"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1.0}, "beta_fast is not used"),
+    )
+    def test_rope(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            RopeConfig(**fields)
+
+    def test_llama3_band(self):
+        with pytest.raises(ValueError, match="high_freq_factor must exceed"):
+            RopeConfig(
+                rope_type="llama3", factor=8, original_max_positions=8, low_freq_factor=2.0, high_freq_factor=2.0
+            )

@@ -1,0 +1,204 @@
+import dataclasses
+import json
+import math
+import pathlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+from safetensors.numpy import load_file
+
+from certjax.models.dummy import dummy_config, dummy_model
+from certjax.models.llama import LlamaConfig, RopeConfig, load_model, params_from_tensors
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "tiny"
+FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
+
+
+def fresh(model, *args):
+    """Traced anew, so that a patched function is seen."""
+    return jax.jit(lambda model, *args: model(*args))(model, *args)
+
+
+FORWARD = jax.jit(lambda model, *args: model(*args))
+IDS = np.random.default_rng(3).integers(0, 64, (2, 24)).astype(np.int32)
+
+
+def load(family):
+    folder = GOLDEN / family
+    config = LlamaConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    model = load_model(params_from_tensors(config, load_file(folder / "model.safetensors")), config, attention="dense")
+    with np.load(folder / "golden.npz") as golden:
+        return model, dict(golden)
+
+
+def reference_tables(rope, head_dim, positions):
+    """The tables as the reference implementation rounds them: frequencies and angles in float32."""
+    f32 = np.float32
+    power = (np.float64(rope.theta) ** (np.arange(0, head_dim, 2).astype(f32) / f32(head_dim))).astype(f32)
+    inverse, scale = f32(1) / power, 1.0
+    if rope.rope_type == "linear":
+        inverse = inverse / f32(rope.factor)
+    if rope.rope_type == "llama3":
+        wavelength = f32(2 * math.pi) / inverse
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        smooth = (f32(rope.original_max_positions) / wavelength - f32(low)) / f32(high - low)
+        slow = inverse / f32(rope.factor)
+        blend = (f32(1) - smooth) * slow + smooth * inverse
+        inverse = np.where(smooth > 1, inverse, np.where(smooth < 0, slow, blend))
+    if rope.rope_type == "yarn":
+        ends = [
+            head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+            for turns in (32, 1)
+        ]
+        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), head_dim - 1)
+        keep = f32(1) - np.clip((np.arange(head_dim // 2).astype(f32) - f32(low)) / f32(high - low), 0, 1)
+        inverse = f32(1) / (f32(rope.factor) * power) * (f32(1) - keep) + inverse * keep
+        scale = 0.1 * math.log(rope.factor) + 1
+    angle = np.asarray(positions)[..., None].astype(f32) * inverse.astype(f32)
+    return tuple(jnp.asarray(f(angle.astype(np.float64)) * scale, jnp.float32) for f in (np.cos, np.sin))
+
+
+class GoldenTest(parameterized.TestCase):
+    def test_all_families_are_here(self):
+        assert len(FAMILIES) == 8
+
+    @parameterized.parameters(*FAMILIES)
+    def test_logits(self, family):
+        model, golden = load(family)
+        np.testing.assert_allclose(FORWARD(model, golden["input_ids"]), golden["logits"], atol=1e-4)
+
+    @parameterized.parameters(*(f for f in FAMILIES if f != "mistral_window"))
+    def test_logits_far_apart(self, family):
+        model, golden = load(family)
+        ids, positions, expected = (golden[name] for name in ("input_ids", "positions", "logits_at_positions"))
+        assert positions.max() > 120000
+        with mock.patch("certjax.models.llama.modeling.rotary_tables", reference_tables):
+            np.testing.assert_allclose(fresh(model, ids, positions), expected, atol=1e-4)
+        # Our angles are exact, the reference's are off by up to half a float32 step of 10⁵ radians, 4e-3.
+        exact = np.asarray(fresh(model, ids, positions))
+        np.testing.assert_allclose(exact, expected, atol=2e-2)
+        # A mistake in the frequencies shows: the same weights without scaling, or with a base off by a thousandth.
+        theta, default = model.config.rope.theta, model.config.rope.rope_type == "default"
+        wrong = RopeConfig(theta=theta * 1.001 if default else theta)
+        with mock.patch("certjax.models.llama.modeling.rotary_tables", lambda _, *rest: reference_tables(wrong, *rest)):
+            assert np.abs(np.asarray(fresh(model, ids, positions)) - expected).max() > 0.1
+
+
+# For every field a change that leaves the shapes of the weights alone; each must change the output.
+BASE = {"windows": (None, 20), "rope": RopeConfig(rope_type="linear", factor=2.0)}
+FLIPS = {
+    "norm_eps": 1e-1,
+    "rope": RopeConfig(),
+    "windows": (None, 19),
+    "num_heads": 2,  # with head_dim 32: the same widths, split differently
+    "num_layers": 1,
+}
+SHAPE_FIELDS = {
+    "vocab_size": 65,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "tied_embeddings": True,
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+}
+ROPE_FLIPS = (
+    ("default", {}, {"theta": 2e4}),
+    ("linear", {"factor": 2.0}, {"factor": 4.0}),
+    *(
+        ("llama3", {"factor": 4.0, "original_max_positions": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, flip)
+        for flip in (
+            {"factor": 8.0}, {"original_max_positions": 128}, {"low_freq_factor": 0.5}, {"high_freq_factor": 8.0}
+        )
+    ),
+    *(
+        ("yarn", {"factor": 4.0, "original_max_positions": 256}, flip)
+        for flip in (
+            {"factor": 8.0}, {"original_max_positions": 2048}, {"beta_fast": 8.0}, {"beta_slow": 8.0},
+            {"attention_factor": 1.0},
+        )
+    ),
+)  # fmt: skip
+
+
+class NoDeadFieldTest(parameterized.TestCase):
+    def test_every_field_is_covered(self):
+        fields = {field.name for field in dataclasses.fields(LlamaConfig)}
+        assert fields == {*FLIPS, *SHAPE_FIELDS, "max_positions"}  # max_positions: test_generate.py
+        flipped = {name for _, _, flip in ROPE_FLIPS for name in flip}
+        assert {field.name for field in dataclasses.fields(RopeConfig)} == flipped | {"rope_type"}
+
+    @parameterized.parameters(*FLIPS)
+    def test_flip_changes_logits(self, name):
+        base = dummy_config(**BASE)
+        flip = {name: FLIPS[name]}
+        if name == "num_layers":
+            flip["windows"] = (None,)
+        if name == "num_heads":
+            flip |= {"head_dim": 32, "num_kv_heads": 1}
+        changed = FORWARD(dummy_model(dummy_config(**BASE | flip)), IDS)
+        assert np.abs(changed - FORWARD(dummy_model(base), IDS)).max() > 0.001
+
+    @parameterized.parameters(*SHAPE_FIELDS)
+    def test_field_changes_the_weights(self, name):
+        base = dummy_model(dummy_config(**BASE))
+        changed = dummy_model(dummy_config(**BASE | {name: SHAPE_FIELDS[name]}))
+        shapes = [jax.tree.map(jnp.shape, jax.tree.leaves(model)) for model in (base, changed)]
+        assert shapes[0] != shapes[1]
+        logits = FORWARD(changed, IDS)
+        assert logits.shape[-1] == (65 if name == "vocab_size" else 64)
+        if name != "vocab_size":
+            assert np.abs(logits - FORWARD(base, IDS)).max() > 0.001
+
+    @parameterized.parameters(*(name for name in SHAPE_FIELDS if name.endswith("bias") or name == "qk_norm"))
+    def test_optional_weights_are_used(self, name):
+        model = dummy_model(dummy_config(**{name: True}))
+        before = FORWARD(model, IDS)
+        modules = {
+            "qkv_bias": ("query", "key", "value"), "output_bias": ("output",), "mlp_bias": ("gate", "up", "down"),
+            "qk_norm": ("query_norm", "key_norm"),
+        }[name]  # fmt: skip
+        for module in modules:
+            layer = getattr(model.layers[0], module)
+            variable = layer.scale if name == "qk_norm" else layer.bias
+            saved = variable[...]
+            variable[...] = saved * jnp.linspace(0.0, 2.0, saved.size)
+            if module != "key" or name == "qk_norm":
+                assert np.abs(FORWARD(model, IDS) - before).max() > 0.001, module
+            variable[...] = saved
+
+    @parameterized.parameters(*ROPE_FLIPS)
+    def test_rope_field(self, rope_type, fields, flip):
+        positions = np.broadcast_to(np.arange(IDS.shape[1], dtype=np.int32) * 37, IDS.shape)
+        base = RopeConfig(rope_type=rope_type, **fields)
+        logits = [
+            FORWARD(dummy_model(dummy_config(rope=rope)), IDS, positions)
+            for rope in (base, dataclasses.replace(base, **flip))
+        ]
+        assert np.abs(logits[0] - logits[1]).max() > 0.001
+
+
+class WindowTest(parameterized.TestCase):
+    def test_window_counts_the_query_itself(self):
+        """One layer, window 4, 6 tokens: changing token j changes the logits at 5 exactly for j ≥ 2."""
+        model = dummy_model(dummy_config(num_layers=1, windows=(4,)))
+        ids = np.array([[1, 2, 3, 4, 5, 6]], np.int32)
+        before = FORWARD(model, ids)[0, 5]
+        changed = []
+        for j in range(6):
+            other = ids.copy()
+            other[0, j] = 40
+            changed.append(bool(np.abs(FORWARD(model, other)[0, 5] - before).max() > 1e-4))
+        assert changed == [False, False, True, True, True, True]
+
+    def test_no_token_sees_the_future(self):
+        model = dummy_model()
+        other = IDS.copy()
+        other[:, -1] = (other[:, -1] + 1) % 64
+        np.testing.assert_array_equal(FORWARD(model, IDS)[:, :-1], FORWARD(model, other)[:, :-1])

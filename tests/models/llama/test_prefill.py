@@ -1,0 +1,150 @@
+import dataclasses
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from certjax.models.dummy import dummy_config, dummy_model
+from certjax.models.llama import prefill
+from certjax.models.llama.prefill import _prefill_chunk, chunk_attention
+
+RNG = np.random.default_rng(1)
+PROMPTS = [RNG.integers(0, 64, n).tolist() for n in (37, 5, 64)]
+
+
+@functools.cache
+def forward():
+    return jax.jit(lambda model, ids: model(ids))
+
+
+def plain(model, prompt):
+    """Logits [len(prompt), V] of the plain forward; padding stands behind and changes nothing."""
+    ids = np.zeros((1, 64), np.int32)
+    ids[0, : len(prompt)] = prompt
+    return np.asarray(forward()(model, ids))[0, : len(prompt)]
+
+
+class PrefillTest(parameterized.TestCase):
+    @parameterized.product(chunk=(1, 16, 512), window=(None, 11))
+    def test_equals_the_plain_forward(self, chunk, window):
+        model = dummy_model(dummy_config(windows=(window, None)), attention="dense")
+        prompts = PROMPTS if chunk > 1 else [prompt[:9] for prompt in PROMPTS]
+        logits, caches = prefill(model, prompts, model.init_caches(3, 64), chunk=chunk)
+        for b, prompt in enumerate(prompts):
+            np.testing.assert_allclose(logits[b], plain(model, prompt)[-1], atol=1e-4)
+        for cache in caches:
+            np.testing.assert_array_equal(cache.length, [len(prompt) for prompt in prompts])
+
+    def test_all_logits_and_progress(self):
+        model = dummy_model(attention="dense")
+        seen, done = {}, []
+        prefill(
+            model, PROMPTS, model.init_caches(3, 64), chunk=16, progress=lambda *n: done.append(n),
+            on_logits=seen.__setitem__,
+        )  # fmt: skip
+        assert list(seen) == [0, 16, 32, 48]
+        assert done == [(16, 64), (32, 64), (48, 64), (64, 64)]
+        logits = np.concatenate(list(seen.values()), axis=1)
+        for b, prompt in enumerate(PROMPTS):
+            np.testing.assert_allclose(logits[b, : len(prompt)], plain(model, prompt), atol=1e-4)
+
+    def test_continues_a_context(self):
+        model = dummy_model(attention="dense")
+        _, caches = prefill(model, [prompt[:4] for prompt in PROMPTS], model.init_caches(3, 64))
+        logits, _ = prefill(model, [prompt[4:] for prompt in PROMPTS], caches, chunk=8)
+        for b, prompt in enumerate(PROMPTS):
+            np.testing.assert_allclose(logits[b], plain(model, prompt)[-1], atol=1e-4)
+
+    @parameterized.parameters(jnp.bfloat16, jnp.float16)
+    def test_16_bit_caches(self, dtype):
+        model = dummy_model(attention="dense")
+        logits, caches = prefill(model, PROMPTS, model.init_caches(3, 64, dtype), chunk=16)
+        assert caches[0].key.dtype == (jnp.uint16 if dtype == jnp.bfloat16 else dtype)
+        expected = np.stack([plain(model, prompt)[-1] for prompt in PROMPTS])
+        error = np.abs(logits - expected).max()
+        assert error < 0.05 * np.abs(expected).max()
+        assert error > 1e-05  # the caches do round
+
+    def test_one_compilation_whatever_the_length(self):
+        model = dummy_model(attention="dense")
+        prefill(model, [PROMPTS[0][:16]], model.init_caches(1, 256), chunk=16)
+        before = _prefill_chunk._cache_size()
+        for n in (17, 100, 200):
+            prefill(model, [RNG.integers(0, 64, n).tolist()], model.init_caches(1, 256), chunk=16)
+        assert _prefill_chunk._cache_size() == before
+
+    def test_no_buffer_grows_with_the_capacity(self):
+        """Scores of a chunk over the whole capacity, or a widened copy of a cache, would be of that size."""
+        model = dummy_model(dummy_config(num_layers=1), attention="dense")
+        capacity = 4096
+
+        def temporary(capacity, dtype):
+            caches = model.init_caches(1, capacity, dtype)
+            args = (model, caches, jnp.zeros((1, 16), jnp.int32), jnp.ones((1,), jnp.int32), jnp.zeros((1, 32)))
+            compiled = _prefill_chunk.lower(*args, all_logits=False).compile()
+            return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
+
+        for dtype in (jnp.float32, jnp.bfloat16):
+            small, _ = temporary(capacity, dtype)
+            large, text = temporary(4 * capacity, dtype)
+            one_cache = 3 * capacity * 2 * 16 * 2  # what the keys alone grow by, in 16 bits
+            assert large - small < one_cache // 4, str(dtype)
+            assert re.search(rf"f32\[1,2,{4 * capacity},16\]\S* convert", text) is None
+
+    def test_embedding_table_is_not_widened(self):
+        config = dummy_config(vocab_size=5000, tied_embeddings=False)
+        model = dummy_model(config, dtype=jnp.bfloat16, attention="dense")
+        compiled = jax.jit(type(model).embed).lower(model, jnp.zeros((1, 4), jnp.int32)).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 5000 * 32
+
+    @parameterized.parameters(
+        ([], "prompts is empty"),
+        ([[1], []], r"prompts\[1\] is empty"),
+        ([[1, 64]], r"prompts\[0\] has token id 64, outside the vocabulary 0 … 63"),
+        ([[-1]], "token id -1"),
+        ([[0.5]], r"prompts\[0\] must be a sequence of integers, got float64"),
+        ([[[1]]], "must be a sequence of integers"),
+        ([[1] * 65], "row 0 would hold 65 tokens with the prompt, but the cache's capacity is 64"),
+        ([[1], [1]], "the caches have 1 rows, expected 2"),
+    )
+    def test_refuses(self, prompts, message):
+        model = dummy_model(attention="dense")
+        with pytest.raises(ValueError, match=message):
+            prefill(model, prompts, model.init_caches(1, 64))
+
+    def test_refuses_more_than_the_model_can_hold(self):
+        model = dummy_model(dummy_config(max_positions=8), attention="dense")
+        with pytest.raises(ValueError, match="longest context is 8"):
+            prefill(model, [[1] * 9], model.init_caches(1, 64))
+        with pytest.raises(ValueError, match="chunk must be a positive integer, got 0"):
+            prefill(model, [[1]], model.init_caches(1, 64), chunk=0)
+
+
+class ChunkAttentionTest(chex.TestCase):
+    @parameterized.product(window=(None, 1, 4, 600), capacity=(640, 1088))
+    def test_against_float64(self, window, capacity):
+        """Several key blocks, the last one overlapping its predecessor; rows of different lengths, one of them idle."""
+        rng = np.random.default_rng(0)
+        B, T, K, G, H = 3, 8, 2, 2, 16
+        model = dummy_model(attention="dense")
+        start, count = np.array([capacity - 8, 3, 70], np.int32), np.array([8, 5, 0], np.int32)
+        key, value = (rng.standard_normal((B, K, capacity, H)).astype(np.float32) for _ in range(2))
+        query = 3 * rng.standard_normal((B, T, K * G, H)).astype(np.float32)
+        cache = dataclasses.replace(model.init_caches(B, capacity)[0], key=jnp.asarray(key), value=jnp.asarray(value))
+        attend = jax.jit(chunk_attention, static_argnames="window")
+        out = np.asarray(attend(query, cache, start, count, window=window))
+        assert np.isfinite(out).all()
+        for b in range(B):
+            for t in range(count[b]):
+                at = start[b] + t
+                seen = slice(0 if window is None else max(0, at - window + 1), at + 1)
+                for n in range(K * G):
+                    scores = key[b, n // G, seen].astype(np.float64) @ query[b, t, n] / np.sqrt(H)
+                    weights = np.exp(scores - scores.max())
+                    expected = weights @ value[b, n // G, seen] / weights.sum()
+                    np.testing.assert_allclose(out[b, t, n], expected, atol=2e-5)

@@ -1,0 +1,105 @@
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+from hypothesis import given
+from hypothesis import strategies as st
+
+from certjax.models.llama import RopeConfig
+from certjax.models.llama.rope import attention_factor, inverse_frequencies, rotary_tables, rotate
+
+LLAMA31 = RopeConfig(
+    theta=5e5, rope_type="llama3", factor=8.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0
+)
+YARN = RopeConfig(theta=1e4, rope_type="yarn", factor=4.0, original_max_positions=8192)
+ROPES = {
+    "default": RopeConfig(theta=1e5),
+    "linear": RopeConfig(theta=1e4, rope_type="linear", factor=4.0),
+    "llama3": LLAMA31,
+    "yarn": YARN,
+}
+
+
+class FrequencyTest(parameterized.TestCase):
+    def test_default_and_linear(self):
+        expected = [1e4 ** (-2 * j / 64) for j in range(32)]
+        np.testing.assert_allclose(inverse_frequencies(RopeConfig(), 64), expected, rtol=1e-15)
+        np.testing.assert_allclose(inverse_frequencies(ROPES["linear"], 64), np.array(expected) / 4, rtol=1e-15)
+
+    def test_llama3_bands(self):
+        plain, scaled = inverse_frequencies(RopeConfig(theta=5e5), 128), inverse_frequencies(LLAMA31, 128)
+        wavelength = 2 * math.pi / plain
+        ratio = plain / scaled
+        np.testing.assert_allclose(ratio[wavelength < 8192 / 4], 1, rtol=1e-12)
+        np.testing.assert_allclose(ratio[wavelength > 8192], 8, rtol=1e-12)
+        between = (wavelength > 8192 / 4) & (wavelength < 8192)
+        share = (8192 / wavelength[between] - 1) / 3
+        np.testing.assert_allclose(1 / ratio[between], share + (1 - share) / 8, rtol=1e-12)
+        assert between.sum() > 2
+
+    def test_llama3_matters_at_long_range_only(self):
+        # Mean agreement of phases with the unscaled embedding, as measured for head_dim 128.
+        change = inverse_frequencies(RopeConfig(theta=5e5), 128) - inverse_frequencies(LLAMA31, 128)
+        for position, agreement in ((16, 1.0), (8192, 0.769), (131072, 0.502)):
+            assert abs(np.cos(position * change).mean() - agreement) < 2e-3
+
+    def test_yarn_bands_and_factor(self):
+        plain, scaled = inverse_frequencies(RopeConfig(), 64), inverse_frequencies(YARN, 64)
+        turns = 8192 * plain / (2 * math.pi)
+        np.testing.assert_allclose(scaled[turns > 60], plain[turns > 60], rtol=1e-12)
+        np.testing.assert_allclose(scaled[turns < 0.5], plain[turns < 0.5] / 4, rtol=1e-12)
+        assert (np.diff(plain / scaled) >= -1e-12).all()
+        assert abs(attention_factor(YARN) - (0.1 * math.log(4) + 1)) < 1e-12
+        assert attention_factor(LLAMA31) == 1.0
+
+
+class TablesTest(parameterized.TestCase):
+    @parameterized.parameters(*ROPES)
+    def test_accurate_at_every_position(self, name):
+        rope, head_dim = ROPES[name], 128
+
+        @given(st.lists(st.integers(0, 2**20), min_size=6, max_size=6))
+        def check(some):
+            positions = np.array([0, 1, 8192, 65535, 131071, 1048575, *some], np.int32)
+            cos, sin = jax.jit(lambda p: rotary_tables(rope, head_dim, p))(positions[None])
+            angle = positions[:, None].astype(np.float64) * inverse_frequencies(rope, head_dim)
+            scale = attention_factor(rope)
+            np.testing.assert_allclose(cos[0], np.cos(angle) * scale, atol=2e-6)
+            np.testing.assert_allclose(sin[0], np.sin(angle) * scale, atol=2e-6)
+
+        check()
+
+    def test_float32_angles_would_not_be(self):
+        # Why the tables are not made by a float32 product.
+        frequency = inverse_frequencies(LLAMA31, 128)
+        positions = np.arange(131000, 131072)[:, None]
+        naive = np.cos((positions.astype(np.float32) * frequency.astype(np.float32)).astype(np.float64))
+        assert np.abs(naive - np.cos(positions * frequency)).max() > 0.002
+
+
+class RotateTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_scores_depend_on_the_distance_alone(self):
+        rng = np.random.default_rng(0)
+        q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 64)), jnp.float32) for _ in range(2))
+
+        @self.variant
+        def score(q_at, k_at):
+            turned = [rotate(x, *rotary_tables(LLAMA31, 64, at[None, None])) for x, at in ((q, q_at), (k, k_at))]
+            return (turned[0] * turned[1]).sum()
+
+        near = score(jnp.int32(130), jnp.int32(100))
+        far = score(jnp.int32(131060), jnp.int32(131030))
+        other = score(jnp.int32(131060), jnp.int32(131029))
+        assert abs(float(near) - float(far)) < 1e-4
+        assert abs(float(other - far)) > 0.01
+
+    def test_pairs_are_half_a_head_apart(self):
+        x = jnp.zeros((1, 1, 1, 8)).at[..., 1].set(1.0)
+        angle = jnp.full((1, 1, 4), jnp.pi / 2)
+        np.testing.assert_allclose(
+            rotate(x, jnp.cos(angle), jnp.sin(angle)), jnp.zeros_like(x).at[..., 5].set(1), atol=1e-6
+        )

@@ -1,0 +1,129 @@
+"""Conversion from every download format, and what it refuses."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from safetensors.numpy import load_file, save_file
+
+from certjax.models import checkpoints
+from certjax.models.convert import convert, open_source
+from certjax.models.llama.config import LlamaConfig
+from certjax.models.llama.params import load_model, params_from_tensors
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tiny"
+FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_converted_model_has_the_reference_logits(tmp_path, family):
+    summary = convert(GOLDEN / family, tmp_path / "model")
+    loaded = checkpoints.load(tmp_path / "model")
+    config = LlamaConfig.from_hf(loaded.config)
+    golden = np.load(GOLDEN / family / "golden.npz")
+    model = load_model(loaded.params, config, attention="dense")
+    logits = jax.jit(lambda ids: model(ids))(jnp.asarray(golden["input_ids"], jnp.int32))
+    chex.assert_trees_all_close(np.asarray(logits), golden["logits"], atol=2e-4, rtol=0)
+    assert summary.model_type == loaded.config["model_type"]
+    assert summary.parameters == sum(a.size for a in load_file(GOLDEN / family / "model.safetensors").values())
+    assert summary.target == tmp_path / "model"
+    assert "no tokenizer" in summary.messages[0]
+    assert loaded.fingerprint == summary.fingerprint
+
+
+def test_gguf(tmp_path, write_gguf):
+    file = write_gguf("llama", kind=GGMLQuantizationType.Q8_0)
+    summary = convert(file.path, tmp_path / "model", dtype="bfloat16")
+    loaded = checkpoints.load(tmp_path / "model")
+    source = open_source(file.path)
+    expected = params_from_tensors(LlamaConfig.from_hf(source.config), source.tensors, jnp.bfloat16)
+    chex.assert_trees_all_equal(loaded.params, expected, strict=True)
+    assert (loaded.config, loaded.tokenizer) == (source.config, source.tokenizer)
+    assert loaded.tokenizer_config == source.tokenizer_config
+    assert (summary.dtype, summary.messages) == ("bfloat16", ())
+
+
+def test_progress_and_overwriting(tmp_path):
+    seen = []
+    convert(GOLDEN / "llama2", tmp_path / "model", progress=lambda done, total: seen.append((done, total)))
+    count = len(load_file(GOLDEN / "llama2" / "model.safetensors"))
+    assert seen == [(i + 1, count) for i in range(count)]
+    with pytest.raises(ValueError, match=r"already exists; give overwrite=True"):
+        convert(GOLDEN / "qwen3", tmp_path / "model")
+    convert(GOLDEN / "qwen3", tmp_path / "model", overwrite=True)
+    assert checkpoints.load(tmp_path / "model").config["model_type"] == "qwen3"
+
+
+def test_fingerprint_tells_files_apart(tmp_path):
+    prints = [convert(GOLDEN / name, tmp_path / name).fingerprint for name in ("llama2", "qwen3")]
+    prints.append(convert(GOLDEN / "llama2", tmp_path / "again").fingerprint)
+    assert prints[0] == prints[2] != prints[1]
+
+
+def change_config(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "message"),
+    [
+        (lambda d: change_config(d, model_type="gpt2"), {}, r"model_type 'gpt2' is not supported"),
+        (lambda d: change_config(d, surprise=1), {}, r"surprise"),
+        (lambda d: change_tensors(d, lambda t: t.pop("model.norm.weight")), {}, r"missing model\.norm\.weight"),
+        (lambda d: change_tensors(d, lambda t: t.update(extra=np.ones(2))), {}, r"not used: extra"),
+        (
+            lambda d: change_tensors(d, lambda t: t.update({"model.norm.weight": np.full(64, 1e5, np.float32)})),
+            {"dtype": "float16"},
+            r"'model\.norm\.weight' holds values up to 1e\+05, too large for float16",
+        ),
+        (lambda d: None, {"dtype": "int8"}, r"dtype: expected one of float32, bfloat16, float16, got 'int8'"),
+        (lambda d: os.truncate(d / "model.safetensors", 999), {}, r"not a whole safetensors file"),
+    ],
+)
+def test_refusals_leave_nothing(tmp_path, damage, options, message):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "llama2", source)
+    damage(source)
+    with pytest.raises(ValueError, match=message):
+        convert(source, tmp_path / "model", **options)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_content_decides(tmp_path, write_gguf):
+    shutil.copy(write_gguf("qwen2").path, tmp_path / "model.bin")
+    assert open_source(tmp_path / "model.bin").config["model_type"] == "qwen2"
+    with pytest.raises(ValueError, match=r"no safetensors in this folder"):
+        open_source(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / "qwen3" / name, tmp_path / name.replace("model.safetensors", "weights"))
+    assert open_source(tmp_path / "weights").config["model_type"] == "qwen3"
+
+
+def test_what_is_not_a_model(tmp_path, write_gguf):
+    with pytest.raises(ValueError, match=r"no such file or folder; expected a GGUF file"):
+        open_source(tmp_path / "nowhere")
+    (tmp_path / "text").write_text("hello, world")
+    (tmp_path / "empty").touch()
+    for name in ("text", "empty"):
+        with pytest.raises(ValueError, match=r"not a model file known here.*expected a GGUF file"):
+            open_source(tmp_path / name)
+    shutil.copy(write_gguf("qwen2").path, tmp_path / "q.gguf")
+    with pytest.raises(ValueError, match=r"no safetensors in this folder.*it holds q\.gguf"):
+        open_source(tmp_path)
+    convert(tmp_path / "q.gguf", tmp_path / "done")
+    with pytest.raises(ValueError, match=r"already a certjax checkpoint; open it with"):
+        open_source(tmp_path / "done")
