@@ -73,17 +73,16 @@ def decode_attention(
     words = row_words(rng, B, K)
     G = grouped.shape[2]
     if hint is not None:
-        for name in ("level", "matrix"):
-            shape = jnp.shape(getattr(hint, name))
-            if shape != (B, K * G):
-                raise ValueError(f"hint.{name} must be [B={B}, N={K * G}]: got {shape}; pass the hint of the same layer")
-        hint = jax.tree.map(lambda x: x.reshape(B, K, G), hint)
+        shape = jnp.shape(hint.level)
+        if shape != (B, K * G):
+            raise ValueError(f"hint.level must be [B={B}, N={K * G}]: got {shape}; pass the hint of the same layer")
+        hint = Hint(hint.level.reshape(B, K, G))
     if choose_implementation(implementation) == "dense":
         return dense_decode_attention(query, cache, config=config)
     output, certificate, hint = reference.decode(grouped, cache, words, config, hint)
     flat = lambda x: x.reshape(B, K * G)
     return AttentionResult(
-        output.reshape(B, 1, K * G, H).astype(query.dtype), jax.tree.map(flat, certificate), jax.tree.map(flat, hint)
+        output.reshape(B, 1, K * G, H).astype(query.dtype), jax.tree.map(flat, certificate), Hint(flat(hint.level))
     )
 
 
@@ -141,7 +140,7 @@ def dense_decode_attention(
         log_normalizer=jnp.where(usable, flat(log_normalizer), jnp.nan),
         value_scale_lower=jnp.where(usable, flat(jnp.sqrt((output**2).sum(-1))) * (1 - 1e-5), 0),  # M ≥ ‖o‖
     )
-    hint = Hint(jnp.full((B, K * G), -1, jnp.float32), jnp.zeros((B, K * G), bool))
+    hint = Hint(jnp.full((B, K * G), -1, jnp.float32))
     return AttentionResult(output.reshape(B, 1, K * G, H).astype(query.dtype), certificate, hint)
 
 

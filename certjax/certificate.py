@@ -27,13 +27,11 @@ GRID = 16  # intervals between b* and b_max
 KAPPA = 15.0  # β = (ε M D)² / (KAPPA L_Z): efficiency only
 TINY = 1e-30
 
-# Shares of δ_j. Keys: Z and V of tier 1, Z, V and S of tier 2, M. A tier that may not be used gets none.
+# Shares of δ_j: Z and V of tier 1, Z, V and S of tier 2, M. Where either tier may prove the claim, both are paid for.
 FRACTIONS = {
     ("value", "scalar"): {"z1": 0.5, "v1": 0.4, "m": 0.1},
-    ("value", "matrix"): {"z2": 0.45, "v2": 0.25, "s2": 0.2, "m": 0.1},
     ("value", "both"): {"z1": 0.25, "v1": 0.2, "z2": 0.22, "v2": 0.13, "s2": 0.1, "m": 0.1},
     ("output", "scalar"): {"z1": 0.55, "v1": 0.45},
-    ("output", "matrix"): {"z2": 0.5, "v2": 0.28, "s2": 0.22},
     ("output", "both"): {"z1": 0.28, "v1": 0.22, "z2": 0.25, "v2": 0.14, "s2": 0.11},
 }
 
@@ -77,12 +75,14 @@ def mean_upper(k: jax.Array, log_inverse: jax.Array) -> jax.Array:
     Newton's method from the right of the root of a convex function never crosses it, so every iterate is an upper bound.
     """
     safe = jnp.maximum(k, TINY)
-    mu = k + jnp.sqrt(2 * k * log_inverse) + log_inverse
-    for _ in range(8):
+
+    def newton(_, mu):
         excess = mu - k - k * jnp.log1p((mu - safe) / safe) - log_inverse
         slope = 1 - k / mu
-        mu = jnp.where(k > TINY, mu - jnp.maximum(excess, 0) / jnp.maximum(slope, TINY), mu)
-    return jnp.maximum(mu, k) * OUTWARD
+        return jnp.where(k > TINY, mu - jnp.maximum(excess, 0) / jnp.maximum(slope, TINY), mu)
+
+    start = k + jnp.sqrt(2 * k * log_inverse) + log_inverse
+    return jnp.maximum(jax.lax.fori_loop(0, 8, newton, start), k) * OUTWARD
 
 
 def bennett(y: jax.Array) -> jax.Array:

@@ -81,12 +81,12 @@ def weighted_rows(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """Σ_s weight[b, k, …, s] rows[b, k, s, h] in chunks of 1024 keys: [B, K, …, H]."""
     B, K, *middle, S = weight.shape
     padding = -S % _CHUNK
-    weight = jnp.pad(weight.reshape(B, K, -1, S), ((0, 0), (0, 0), (0, 0), (0, padding)))
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    weight = weight.reshape(B, K, weight.shape[2], -1, _CHUNK)
-    rows = rows.reshape(B, K, -1, _CHUNK, rows.shape[-1])
-    partial = jnp.einsum("bkmcs,bkcsh->bkmch", weight, rows, precision="highest")
-    return partial.sum(3).reshape(B, K, *middle, rows.shape[-1])
+    weight = jnp.pad(weight.reshape(B * K, -1, S), ((0, 0), (0, 0), (0, padding)))
+    rows = jnp.pad(rows.reshape(B * K, S, -1), ((0, 0), (0, padding), (0, 0)))
+    # Batch axes lead: XLA on CPU is several times slower where it must find them.
+    weight = jnp.swapaxes(weight.reshape(B * K, weight.shape[1], -1, _CHUNK), 1, 2).reshape(-1, weight.shape[1], _CHUNK)
+    partial = jnp.matmul(weight, rows.reshape(-1, _CHUNK, rows.shape[-1]), precision="highest")
+    return partial.reshape(B * K, -1, *partial.shape[1:]).sum(1).reshape(B, K, *middle, -1)
 
 
 def prediction_weights(pool: jax.Array) -> jax.Array:

@@ -26,27 +26,20 @@ class Budget(NamedTuple):
     """What the events may cost.
 
     Attributes:
-      mode: "scalar", "both", or "either": every head has the tier that `matrix` says.
-      matrix: bool [B, K, G], heads of tier 2, in mode "either".
+      tier: "scalar" or "both", a row of `certificate.FRACTIONS`.
       log_inverse: ln(1 / δ_j), [B, K, G].
       allowed: ε less the rounding of float32 arithmetic, [B, K, G].
       rounding: that rounding, relative to M.
     """
 
-    mode: str
-    matrix: jax.Array | None
+    tier: str
     log_inverse: jax.Array
     allowed: jax.Array
     rounding: jax.Array
 
     def log(self, measure: str, event: str) -> jax.Array:
         """ln(1 / probability) that an event gets of this level's budget."""
-        tables = certificate.FRACTIONS
-        if self.mode != "either":
-            return self.log_inverse - jnp.log(tables[measure, self.mode][event])
-        # An event of the tier that a head does not use is never relied on: any share will do.
-        scalar, full = (jnp.float32(tables[measure, tier].get(event, 1.0)) for tier in ("scalar", "matrix"))
-        return self.log_inverse - jnp.log(jnp.where(self.matrix, full, scalar))
+        return self.log_inverse - jnp.log(certificate.FRACTIONS[measure, self.tier][event])
 
 
 class Sums(NamedTuple):
@@ -105,7 +98,8 @@ def sums(drawn: Sample, values: Values, cap: jax.Array) -> Sums:
 def matrix_sums(drawn: Sample, values: Values) -> tuple[Moments, Moments, jax.Array]:
     """What tier 2 adds: Moments of (1 − π)² g² and of (2 − π) g², and Σ (2 − π) g² y yᵀ [B, K, G, H, H]."""
     r1, r2 = drawn.miss**2 * drawn.weight**2, (1 + drawn.miss) * drawn.weight**2
-    scatter = jnp.einsum("bkgs,bksh,bksi->bkghi", r2, values.centered, values.centered, precision="highest")
+    weighted = jnp.moveaxis(r2[..., None] * values.centered[:, :, None], -1, 3)  # [B, K, G, H, S]
+    scatter = estimator.weighted_rows(weighted, values.centered)
     one, two = (estimator.moments(r, values.centered, values.centered_square) for r in (r1, r2))
     return one, two, scatter
 
@@ -158,24 +152,15 @@ def evaluate_output(
     b_max = jnp.minimum(2 * known.radius, known.radius + jnp.sqrt((center**2).sum(-1)))
     b = certificate.grid(tight, b_max)
     shortfall = certificate.scalar_shortfall(level.variance, center, denominator, b, known, log("z1"), log("v1"))
-    if budget.mode != "scalar":
-        never = jnp.full_like(tight, jnp.inf)
-        wanted = jnp.ones(tight.shape, bool) if budget.matrix is None else budget.matrix
+    if budget.tier == "both":
         target = (budget.allowed * prediction.denominator) ** 2 * jnp.maximum(prediction.scale_squared, TINY)
         beta = jnp.maximum(target / (certificate.KAPPA * log("z2")), TINY)[..., None]
         if config.measure == "output":  # ‖o‖ cannot be predicted: a grid of smoothings
             beta = beta * jnp.array([1, 1 / 4, 1 / 16, 1 / 64], jnp.float32).reshape(1, 1, 1, 4)
-
-        def by_matrix():
-            one, two, scatter = matrix_sums(drawn, values)
-            logs = (log("z2"), log("v2"), log("s2"))
-            return certificate.matrix_shortfall(one, two, scatter, center, denominator, b, known, beta, *logs)
-
-        second = jax.lax.cond(wanted.any(), by_matrix, lambda: never)
-        if budget.mode == "both":
-            shortfall = jnp.minimum(shortfall, second)
-        else:
-            shortfall = jnp.where(wanted, second, shortfall)
+        one, two, scatter = matrix_sums(drawn, values)
+        logs = (log("z2"), log("v2"), log("s2"))
+        second = certificate.matrix_shortfall(one, two, scatter, center, denominator, b, known, beta, *logs)
+        shortfall = jnp.minimum(shortfall, second)
     # ô and o are at most b_max apart, so a claim as wide as that is true.
     shortfall = jnp.where((bound > 0) & (tight >= b_max), 0, shortfall)
     return Outcome(center, denominator, bound, scale_lower, shortfall, _mass(scores, log_size, log_tau, drawn))

@@ -51,9 +51,12 @@ def from_bf16_bits(bits: jax.Array) -> jax.Array:
 
 
 def norm_up(x: jax.Array) -> jax.Array:
-    """Upper bound of the Euclidean norm over the last axis (float32), whatever the order of summation."""
-    slack = 1 + (x.shape[-1] + 8) * 2.0**-23
-    return jnp.sqrt(jnp.sum(x * x, axis=-1)) * jnp.float32(slack)
+    """Upper bound of the Euclidean norm over the last axis (float32), whatever the order of summation and the magnitude."""
+    slack = 1 + (x.shape[-1] + 12) * 2.0**-23
+    # Squares are taken relative to the largest entry: they neither underflow nor overflow.
+    largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), jnp.float32(1e-30))
+    scaled = x / largest
+    return largest[..., 0] * jnp.sqrt(jnp.sum(scaled * scaled, axis=-1)) * jnp.float32(slack)
 
 
 def encode_blocks(key: jax.Array, channel_weight: jax.Array, channel_order: jax.Array) -> dict[str, jax.Array]:
@@ -75,8 +78,10 @@ def encode_blocks(key: jax.Array, channel_weight: jax.Array, channel_order: jax.
     wanted = jnp.maximum((high - low) * jnp.float32(1 / 15), jnp.abs(low) * jnp.float32(1 / 127))
     scale_byte = encode_scale_up(wanted)
     scale = decode_scale(scale_byte)
+    # Written out: XLA divides by a broadcast scale through its inverse anyway, and the extension must code the same bytes.
+    inverse = 1 / scale
     zero = jnp.clip(jnp.floor(low / scale + jnp.float32(0.5)), -128, 127)
-    codes = jnp.clip(jnp.round(ordered / scale[..., None, :]) - zero[..., None, :], 0, 15)
+    codes = jnp.clip(jnp.round(ordered * inverse[..., None, :]) - zero[..., None, :], 0, 15)
     residual = ordered - scale[..., None, :] * (zero[..., None, :] + codes)
     ratio = (jnp.abs(residual) / (0.5 * scale[..., None, :])).max((-2, -1)) * jnp.float32(1 + 2.0**-21)
     nibbles = codes.astype(jnp.uint8).reshape(*lead, blocks, BLOCK // LANES, LANES, 2, head_dim // 8, 4)

@@ -16,9 +16,6 @@ from certjax.perturbation import exponentials
 from certjax.quantization import from_bf16_bits, score_bounds
 from certjax.types import BLOCK, Certificate, Config, Hint, KVCache
 
-MATRIX_MIN_KEYS = 512  # "auto" turns to tier 2 for heads that read more: below, its arithmetic costs what it saves
-
-
 class State(NamedTuple):
     """Loop over levels; fields [B, K, G] unless said otherwise."""
 
@@ -90,7 +87,6 @@ def decode(
     key = jnp.where(clean, from_storage(cache.key, cache.dtype), 0)
     value = jnp.where(clean, from_storage(cache.value, cache.dtype), 0)
     raw = exact_scores(query, key)
-    exact_output, log_normalizer, scale_squared = dense(raw, attended, value)
 
     scores = _scores(query, cache, words, raw, pool, window)
     centered = value - cache.value_center[:, :, None]
@@ -107,6 +103,10 @@ def decode(
     state, prediction, log_size, count = _run_levels(query, cache, config, hint, scores, values, usable)
 
     exact = ~state.certified
+    nothing = jnp.zeros(query.shape), jnp.zeros(query.shape[:3]), jnp.zeros(query.shape[:3])
+    exact_output, log_normalizer, scale_squared = jax.lax.cond(
+        exact.any(), lambda: dense(raw, attended, value), lambda: nothing
+    )
     output = jnp.where(exact[..., None], exact_output, state.center + cache.value_center[:, :, None])
     output = jnp.where(usable[..., None], output, jnp.nan)
     log_tau = estimator.log_threshold(state.level, prediction.mass, jnp.asarray(config.epsilon, jnp.float32))
@@ -123,8 +123,7 @@ def decode(
         log_normalizer=jnp.where(usable, jnp.where(exact, log_normalizer, sampled_normalizer), jnp.nan),
         value_scale_lower=jnp.where(usable, jnp.where(exact, jnp.sqrt(scale_squared), state.scale_lower), 0),
     )
-    busy = (result.keys_read >= MATRIX_MIN_KEYS) & (count > 0)
-    return output, result, Hint(level=state.sufficient, matrix=busy)
+    return output, result, Hint(level=state.sufficient)
 
 
 def _scores(query, cache, words, raw, pool, window) -> estimator.Scores:
@@ -160,7 +159,7 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         start = jnp.clip(wanted, 0, jnp.maximum(count - 1, 0).astype(jnp.float32)).astype(jnp.int32)
     rounding = _rounding(query, cache)
     budget = levels.Budget(
-        *_tier(config, hint),
+        tier="both" if config.bounds == "full" else "scalar",
         log_inverse=jnp.log(jnp.maximum(count, 1).astype(jnp.float32)) - jnp.log(delta),
         allowed=epsilon - rounding,
         rounding=rounding,
@@ -215,17 +214,6 @@ def _rounding(query: jax.Array, cache: KVCache) -> jax.Array:
     eta = 2.0**-24 * ((H + 4) * products + 96)
     accumulation = 2.0**-24 * 4 * (1024 + 64 + cache.capacity / 4096)
     return jnp.expm1(2 * eta) + accumulation
-
-
-def _tier(config: Config, hint: Hint | None) -> tuple[str, jax.Array | None]:
-    """(mode, heads of tier 2): a choice made before this step's noise, so the chosen tier alone gets the budget."""
-    match config.bounds:
-        case "scalar":
-            return "scalar", None
-        case "full":
-            return "both", None
-        case _:
-            return ("scalar", None) if hint is None else ("either", hint.matrix)
 
 
 def _reads(cache, scores, log_size, log_tau, exact, count) -> dict[str, jax.Array]:

@@ -28,8 +28,8 @@ class Config:
       epsilon: allowed error, relative to the scale of the measure, in (0, 1).
       delta: probability with which a certified call may exceed it, per query head and step, in (0, 1).
       measure: "value" ‖ô − o‖ ≤ ε M with M² = Σ a_i ‖v_i‖²; "output" ‖ô − o‖ ≤ ε ‖o‖; "denominator" |D̂ − D| ≤ ε D.
-      bounds: "scalar" (tier 1 of the certificate), "full" (both tiers), "auto" (tier 1, and tier 2 where the hint says
-        that it pays).
+      bounds: "scalar" (tier 1 of the certificate), "full" (both tiers: fewer keys, more arithmetic), "auto" (what is
+        fastest: tier 1, since the jnp implementation visits every key whatever the certificate needs).
       window: newest tokens that are always read exactly, besides those that do not yet fill a block.
       sinks: oldest tokens that are always read exactly.
       attention_span: attend the newest `attention_span` tokens only (sliding-window layers); None for all.
@@ -157,15 +157,13 @@ class Certificate:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hint:
-    """What a step tells the next step of the same layer; it affects speed, never validity. Fields are [B, N].
+    """What a step tells the next step of the same layer; it affects speed, never validity.
 
     Attributes:
-      level: float32, the level that would have been sufficient; −1 where nothing is known.
-      matrix: bool, use the matrix tier of the certificate (`Config(bounds="auto")` only).
+      level: float32 [B, N], the level that would have been sufficient; −1 where nothing is known.
     """
 
     level: jax.Array
-    matrix: jax.Array
 
 
 @jax.tree_util.register_dataclass

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from absl import app
+from absl import app, logging
 from absl.flags import argparse_flags
 
 
@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _main(args: argparse.Namespace) -> int:
+    logging.set_verbosity(logging.WARNING)  # libraries report their progress at INFO
     try:
         args.run(args)
     except ValueError as error:  # the caller's mistakes, in one line; anything else is a fault of ours and keeps its traceback

@@ -105,28 +105,16 @@ def generate(
         or an option out of range.
     """
     _, lengths = pack_prompts(prompts, model.config.vocab_size)
-    _check_max_new_tokens(max_new_tokens)
+    options = _options(model, max_new_tokens, rng, end_ids, temperature, top_p, certified_config)
     longest = int(lengths.max())
     if longest + max_new_tokens > model.config.max_positions:
         raise ValueError(
             f"prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's longest context of "
             f"{model.config.max_positions}; shorten the prompt or lower max_new_tokens"
         )
-    continued = functools.partial(
-        decode,
-        model,
-        max_new_tokens=max_new_tokens,
-        rng=rng,
-        end_ids=end_ids,
-        temperature=temperature,
-        top_p=top_p,
-        certified_config=certified_config,
-        stream=stream,
-    )
-    _check_options(model, max_new_tokens=max_new_tokens, end_ids=end_ids, temperature=temperature, top_p=top_p)
     caches = model.init_caches(len(prompts), longest + max_new_tokens, cache_dtype)
     logits, caches = prefill(model, prompts, caches, chunk=chunk, progress=progress)
-    return continued(logits, caches)[0]
+    return _decode(model, logits, caches, options, max_new_tokens, stream)[0]
 
 
 def decode(
@@ -167,11 +155,12 @@ def decode(
     Raises:
       ValueError: not enough room in caches or model, or an option out of range.
     """
-    _check_max_new_tokens(max_new_tokens)
+    options = _options(model, max_new_tokens, rng, end_ids, temperature, top_p, certified_config)
     check_room(model, caches, np.full(logits.shape[0], max_new_tokens - 1), what="the new ones")
-    options = _options(
-        model, rng, end_ids=end_ids, temperature=temperature, top_p=top_p, certified_config=certified_config
-    )
+    return _decode(model, logits, caches, options, max_new_tokens, stream)
+
+
+def _decode(model, logits, caches, options, max_new_tokens, stream) -> tuple[GenerateResult, Caches]:
     model = model.with_attention(model.attention)  # its ε and δ are in the options: no other program for other values
     # Flattened once: at each call of a jitted function NNX walks all modules in Python, 5 ms for 30 layers.
     weights, structure = jax.tree.flatten(model)
@@ -179,7 +168,7 @@ def decode(
     if stream is not None:
         stream(0, np.asarray(state.token))
         for step in range(1, max_new_tokens):
-            if bool(state.done.all()):
+            if np.asarray(state.done).all():
                 break
             state = _run(structure, weights, state, options, np.int32(step + 1))
             stream(step, np.asarray(state.token))
@@ -188,12 +177,9 @@ def decode(
     return GenerateResult(tokens=state.tokens, lengths=state.count, statistics=state.statistics), state.caches
 
 
-def _check_max_new_tokens(count: int) -> None:
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"max_new_tokens must be a positive integer, got {count!r}")
-
-
-def _options(model, rng, *, end_ids, temperature, top_p, certified_config) -> _Options:
+def _options(model, max_new_tokens, rng, end_ids, temperature, top_p, certified_config) -> _Options:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
     ends = np.asarray(sorted(end_ids), np.int32)
     vocab = model.config.vocab_size
     if ends.size and (ends[0] < 0 or ends[-1] >= vocab):

@@ -200,19 +200,27 @@ class Llama(nnx.Module):
     def init_caches(self, batch: int, capacity: int, dtype: Any = jnp.float32) -> Caches:
         """One empty cache a layer: B rows of S tokens, 2·K·H elements a token and layer, and certjax's metadata."""
         config = self.config
-        return tuple(
+        caches = tuple(
             certjax.init_cache(
                 batch=batch, kv_heads=config.num_kv_heads, head_dim=config.head_dim, capacity=capacity, dtype=dtype
             )
             for _ in range(config.num_layers)
         )
+        return self.beside_weights(caches)
+
+    def beside_weights(self, arrays: Any) -> Any:
+        """Commits new arrays to the device that the weights are committed to, if it is a single one.
+
+        Otherwise the first call of a jitted function would do so, and the second would compile anew.
+        """
+        weight = self.embedding[...]
+        alone = getattr(weight, "committed", False) and len(weight.devices()) == 1
+        return jax.device_put(arrays, weight.sharding) if alone else arrays
 
     def init_hints(self, batch: int) -> Hints:
         """One hint a layer that says that nothing is known yet."""
         shape = (batch, self.config.num_heads)
-        return tuple(
-            certjax.Hint(level=jnp.full(shape, -1.0, jnp.float32), matrix=jnp.zeros(shape, bool)) for _ in self.layers
-        )
+        return tuple(certjax.Hint(level=jnp.full(shape, -1.0, jnp.float32)) for _ in self.layers)
 
     def decode_step(
         self,
@@ -261,9 +269,7 @@ class Llama(nnx.Module):
         return result.output, (cache, result.hint, metrics | extra)
 
 
-def _masked_attention(
-    mask: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[jax.Array, None]:
+def _masked_attention(mask: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
     """softmax(q·k / √H) v over the True entries of mask [T, T]; keys are shared by the G heads of a group."""
     B, T, N, H = query.shape
     K = key.shape[2]

@@ -1,5 +1,6 @@
 """Weights: from Hugging Face tensor names to the module tree, and from a tree of arrays to a model."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,8 +36,7 @@ Path = tuple[str, ...]
 
 def abstract_params(config: LlamaConfig, dtype: Any = jnp.float32) -> Params:
     """The tree that `load_model` expects: nested dicts, `jax.ShapeDtypeStruct` leaves; allocates nothing."""
-    model = nnx.eval_shape(lambda: Llama(config, attention="dense", dtype=dtype, rngs=nnx.Rngs(0)))
-    return _string_keys(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return _string_keys(nnx.to_pure_dict(nnx.state(_abstract_model(config, dtype))))
 
 
 def tensor_table(config: LlamaConfig) -> dict[str, tuple[Path, tuple[int, ...], bool]]:
@@ -118,10 +118,7 @@ def load_model(
     Raises:
       ValueError: naming every parameter that is missing, unknown or of the wrong shape.
     """
-    model = nnx.eval_shape(
-        lambda: Llama(config, attention=attention, certified_config=certified_config, rngs=nnx.Rngs(0))
-    )
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(_abstract_model(config))
     expected = {path: leaf.shape for path, leaf in _leaves(_string_keys(nnx.to_pure_dict(state)))}
     given = dict(_leaves(_string_keys(params)))
     problems = [f"missing {'.'.join(path)}" for path in expected if path not in given]
@@ -135,7 +132,14 @@ def load_model(
         raise ValueError(f"parameters do not fit the configuration: {'; '.join(problems)}")
     flat = nnx.to_flat_state(state)
     leaves = [leaf.replace(jnp.asarray(given[tuple(map(str, path))])) for path, leaf in flat]
-    return nnx.merge(graph, nnx.from_flat_state(zip(flat.paths, leaves, strict=True)))
+    model: Llama = nnx.merge(graph, nnx.from_flat_state(zip(flat.paths, leaves, strict=True)))
+    return model.with_attention(attention, certified_config)
+
+
+@functools.cache
+def _abstract_model(config: LlamaConfig, dtype: Any = jnp.float32) -> Llama:
+    """A model of shapes alone."""
+    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
 def _names(num_layers: int) -> Iterator[tuple[str, Path]]:

@@ -51,7 +51,7 @@ def prefill(
     total = ids.shape[1]
     chunk = min(chunk, 1 << (total - 1).bit_length(), caches[0].capacity)
     ids = np.pad(ids, ((0, 0), (0, -total % chunk)))
-    last = jnp.zeros((len(prompts), model.config.hidden_size), jnp.float32)
+    last = model.beside_weights(jnp.zeros((len(prompts), model.config.hidden_size), jnp.float32))
     for start in range(0, total, chunk):
         count = np.clip(lengths - start, 0, chunk).astype(np.int32)
         last, caches, logits = _prefill_chunk(

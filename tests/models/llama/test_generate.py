@@ -14,6 +14,7 @@ import certjax
 from certjax.models.dummy import dummy_config, dummy_model
 from certjax.models.llama import decode, generate, modeling, prefill
 from certjax.models.llama.generate import _begin, _options, _run
+from certjax.models.llama.prefill import check_room
 
 RNG = np.random.default_rng(2)
 PROMPTS = [RNG.integers(0, 64, n).tolist() for n in (3, 20, 9)]
@@ -60,7 +61,7 @@ class DecodeStepTest(parameterized.TestCase):
             jax.debug.callback(lambda data: seen.append(tuple(data.ravel().tolist())), jax.random.key_data(rng))
             return certjax.dense_decode_attention(query, cache, config=config)
 
-        generate(dummy_model(attention=spy), [[1, 2]], max_new_tokens=4, rng=KEY)
+        generate(dummy_model(attention=spy), PROMPTS[:1], max_new_tokens=4, rng=KEY)
         jax.effects_barrier()
         assert len(set(seen)) == 2 * 3
 
@@ -68,24 +69,22 @@ class DecodeStepTest(parameterized.TestCase):
 class GenerateTest(parameterized.TestCase):
     def test_greedy_ragged_batch_equals_each_row_alone(self):
         model = dense_model()
-        result = generate(model, PROMPTS, max_new_tokens=6, rng=KEY, chunk=8)
+        result = generate(model, PROMPTS, max_new_tokens=6, rng=KEY)
         chex.assert_shape(result.tokens, (3, 6))
         for b, prompt in enumerate(PROMPTS):
             assert result.tokens[b].tolist() == greedy(model, prompt, 6)
-        alone = generate(model, PROMPTS[:1], max_new_tokens=6, rng=KEY, chunk=8)
-        assert result.tokens[0].tolist() == alone.tokens[0].tolist()
         np.testing.assert_array_equal(result.lengths, [6, 6, 6])
 
     def test_rows_end_at_any_end_token(self):
         model = dense_model()
-        free = np.asarray(generate(model, PROMPTS, max_new_tokens=8, rng=KEY).tokens)
+        free = np.asarray(generate(model, PROMPTS, max_new_tokens=6, rng=KEY).tokens)
         ends = {int(free[0, 2]), int(free[1, 4])}
-        stop = [next((i + 1 for i, t in enumerate(row) if int(t) in ends), 8) for row in free]
-        assert min(stop) < 8
-        result = generate(model, PROMPTS, max_new_tokens=8, rng=KEY, end_ids=ends)
+        stop = [next((i + 1 for i, t in enumerate(row) if int(t) in ends), 6) for row in free]
+        assert min(stop) < 6
+        result = generate(model, PROMPTS, max_new_tokens=6, rng=KEY, end_ids=ends)
         assert result.lengths.tolist() == stop
         for b, n in enumerate(stop):
-            assert result.tokens[b].tolist() == free[b, :n].tolist() + [-1] * (8 - n)
+            assert result.tokens[b].tolist() == free[b, :n].tolist() + [-1] * (6 - n)
             steps = np.asarray(result.statistics["exact"])[:, :, b]
             assert steps[: n - 1].all()
             assert not steps[n - 1 :].any()
@@ -96,16 +95,14 @@ class GenerateTest(parameterized.TestCase):
         chex.assert_shape(result.statistics["keys_read"], (0, 2, 3, 4))
 
     def test_stream_gives_the_same_tokens(self):
-        model, parts = dense_model(), []
-        whole = generate(model, PROMPTS, max_new_tokens=6, rng=KEY)
-        end = [int(whole.tokens[1, 3])]
-        whole = generate(model, PROMPTS[1:2], max_new_tokens=6, rng=KEY, end_ids=end)
-        streamed = generate(
-            model, PROMPTS[1:2], max_new_tokens=6, rng=KEY, end_ids=end, stream=lambda i, t: parts.append((i, t.copy()))
-        )
+        parts = []
+        free = np.asarray(generate(dense_model(), PROMPTS, max_new_tokens=6, rng=KEY).tokens)
+        run = functools.partial(generate, dense_model(), PROMPTS, max_new_tokens=6, rng=KEY)
+        whole = run(end_ids=free[:2, 3].tolist())
+        streamed = run(end_ids=free[:2, 3].tolist(), stream=lambda *part: parts.append(part))
         chex.assert_trees_all_equal(whole, streamed)
-        assert [i for i, _ in parts] == list(range(int(whole.lengths[0])))
-        assert [int(t[0]) for _, t in parts] == whole.tokens[0, : len(parts)].tolist()
+        assert [index for index, _ in parts] == list(range(int(whole.lengths.max())))
+        np.testing.assert_array_equal(np.stack([tokens for _, tokens in parts], 1), whole.tokens[:, : len(parts)])
 
     def test_exception_in_the_stream_reaches_the_caller(self):
         def stop(index, tokens):
@@ -116,27 +113,28 @@ class GenerateTest(parameterized.TestCase):
             generate(dense_model(), PROMPTS, max_new_tokens=6, rng=KEY, stream=stop)
 
     def test_sampling_follows_the_key(self):
-        run = functools.partial(generate, dense_model(), PROMPTS[:1], max_new_tokens=8, temperature=1.5, top_p=0.95)
+        run = functools.partial(generate, dense_model(), PROMPTS, max_new_tokens=6, temperature=1.5, top_p=0.95)
         first, again, other = (run(rng=jax.random.key(k)).tokens.tolist() for k in (1, 1, 2))
         assert first == again
         assert first != other
-        assert first[0] != greedy(dense_model(), PROMPTS[0], 8)
+        assert first[0] != greedy(dense_model(), PROMPTS[0], 6)
         tiny = run(rng=jax.random.key(1), top_p=1e-6).tokens[0].tolist()
-        assert tiny == greedy(dense_model(), PROMPTS[0], 8)
+        assert tiny == greedy(dense_model(), PROMPTS[0], 6)
 
     def test_decode_goes_on_from_a_prefill(self):
         model = dense_model()
         logits, caches = prefill(model, PROMPTS, model.init_caches(3, 64))
-        first, caches = decode(model, logits, caches, max_new_tokens=4, rng=KEY)
-        np.testing.assert_array_equal(caches[1].length, [len(p) + 3 for p in PROMPTS])
+        first, caches = decode(model, logits, caches, max_new_tokens=3, rng=KEY)
+        np.testing.assert_array_equal(caches[1].length, [len(p) + 2 for p in PROMPTS])
         last = [[int(t)] for t in first.tokens[:, -1]]
         logits, caches = prefill(model, last, caches)
         second, _ = decode(model, logits, caches, max_new_tokens=3, rng=KEY)
-        whole = generate(model, PROMPTS, max_new_tokens=7, rng=KEY)
+        whole = generate(model, PROMPTS, max_new_tokens=6, rng=KEY)
         np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], 1), whole.tokens)
 
 
 class CertifiedTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_statistics_and_tokens(self):
         """An ε so small that every head falls back to exact gives the dense tokens."""
         config = dummy_config(num_layers=1)
@@ -171,12 +169,12 @@ class CertifiedTest(parameterized.TestCase):
     def test_compiles_once(self):
         chex.clear_trace_counter()
 
-        @functools.partial(chex.assert_max_traces, n=2 + 1)  # both layers in the loop, and one to size the statistics
+        @functools.partial(chex.assert_max_traces, n=1 + 1)  # the layer in the loop, and once to size the statistics
         def counted(query, cache, *, rng, hint, config):
             return certjax.dense_decode_attention(query, cache, config=config)
 
-        model = dummy_model(attention=counted)
-        # Other prompts, lengths, keys, ε, δ, temperature, and streaming: all the same program.
+        model = dummy_model(dummy_config(num_layers=1), attention=counted)
+        # Other prompts, lengths, keys, ε, temperature, and streaming: all the same program.
         for i, (temperature, stream) in enumerate([(1.0, None), (0.7, None), (1.0, lambda *_: None)]):
             generate(
                 model, [[1 + i, 2], [3] * (2 + i)], max_new_tokens=5, rng=jax.random.key(i), temperature=temperature,
@@ -196,7 +194,7 @@ class CertifiedTest(parameterized.TestCase):
 
         config = dummy_config(hidden_size=64, tied_embeddings=True, vocab_size=1024)
         model = dummy_model(config, attention=newest)
-        options = _options(model, KEY, end_ids=(), temperature=0.0, top_p=1.0, certified_config=None)
+        options = _options(model, 4, KEY, (), 0.0, 1.0, None)
         weights, structure = jax.tree.flatten(model)
         caches, logits = model.init_caches(1, 8192), jnp.zeros((1, 1024))
         begin = functools.partial(_begin, structure, weights, max_new_tokens=4)
@@ -224,12 +222,13 @@ class ErrorsTest(parameterized.TestCase):
 
     def test_decode_refuses_more_than_the_caches_hold(self):
         model = dense_model()
-        logits, caches = prefill(model, [[1] * 60], model.init_caches(1, 64))
-        with pytest.raises(ValueError, match=r"row 0 would hold 65 tokens with the new ones, .* capacity is 64"):
-            decode(model, logits, caches, max_new_tokens=6, rng=KEY)
-        decode(model, logits, caches, max_new_tokens=5, rng=KEY)
+        logits, caches = prefill(model, PROMPTS, model.init_caches(3, 64))
+        check_room(model, caches, np.full(3, 64 - len(PROMPTS[1])), what="the new ones")
+        with pytest.raises(ValueError, match=r"row 1 would hold 65 tokens with the new ones, .* capacity is 64"):
+            decode(model, logits, caches, max_new_tokens=64 - len(PROMPTS[1]) + 2, rng=KEY)
 
 
+@pytest.mark.slow
 def test_streams_on_one_core_and_exits_cleanly():
     script = """
 import os

@@ -22,6 +22,11 @@ def forward():
     return jax.jit(lambda model, ids: model(ids))
 
 
+@functools.cache
+def one_layer():
+    return dummy_model(dummy_config(num_layers=1), attention="dense")
+
+
 def plain(model, prompt):
     """Logits [len(prompt), V] of the plain forward; padding stands behind and changes nothing."""
     ids = np.zeros((1, 64), np.int32)
@@ -30,9 +35,9 @@ def plain(model, prompt):
 
 
 class PrefillTest(parameterized.TestCase):
-    @parameterized.product(chunk=(1, 16, 512), window=(None, 11))
-    def test_equals_the_plain_forward(self, chunk, window):
-        model = dummy_model(dummy_config(windows=(window, None)), attention="dense")
+    @parameterized.parameters((1, (None,)), (16, (11, None)), (512, (11,)))
+    def test_equals_the_plain_forward(self, chunk, windows):
+        model = dummy_model(dummy_config(num_layers=len(windows), windows=windows), attention="dense")
         prompts = PROMPTS if chunk > 1 else [prompt[:9] for prompt in PROMPTS]
         logits, caches = prefill(model, prompts, model.init_caches(3, 64), chunk=chunk)
         for b, prompt in enumerate(prompts):
@@ -41,7 +46,7 @@ class PrefillTest(parameterized.TestCase):
             np.testing.assert_array_equal(cache.length, [len(prompt) for prompt in prompts])
 
     def test_all_logits_and_progress(self):
-        model = dummy_model(attention="dense")
+        model = one_layer()
         seen, done = {}, []
         prefill(
             model, PROMPTS, model.init_caches(3, 64), chunk=16, progress=lambda *n: done.append(n),
@@ -53,16 +58,9 @@ class PrefillTest(parameterized.TestCase):
         for b, prompt in enumerate(PROMPTS):
             np.testing.assert_allclose(logits[b, : len(prompt)], plain(model, prompt), atol=1e-4)
 
-    def test_continues_a_context(self):
-        model = dummy_model(attention="dense")
-        _, caches = prefill(model, [prompt[:4] for prompt in PROMPTS], model.init_caches(3, 64))
-        logits, _ = prefill(model, [prompt[4:] for prompt in PROMPTS], caches, chunk=8)
-        for b, prompt in enumerate(PROMPTS):
-            np.testing.assert_allclose(logits[b], plain(model, prompt)[-1], atol=1e-4)
-
     @parameterized.parameters(jnp.bfloat16, jnp.float16)
     def test_16_bit_caches(self, dtype):
-        model = dummy_model(attention="dense")
+        model = one_layer()
         logits, caches = prefill(model, PROMPTS, model.init_caches(3, 64, dtype), chunk=16)
         assert caches[0].key.dtype == (jnp.uint16 if dtype == jnp.bfloat16 else dtype)
         expected = np.stack([plain(model, prompt)[-1] for prompt in PROMPTS])
@@ -71,16 +69,16 @@ class PrefillTest(parameterized.TestCase):
         assert error > 1e-05  # the caches do round
 
     def test_one_compilation_whatever_the_length(self):
-        model = dummy_model(attention="dense")
-        prefill(model, [PROMPTS[0][:16]], model.init_caches(1, 256), chunk=16)
         before = _prefill_chunk._cache_size()
+        # Committed weights, as a checkpoint gives them: what the calls pass on must not change its placement.
+        model = jax.device_put(one_layer(), jax.devices()[0])
         for n in (17, 100, 200):
             prefill(model, [RNG.integers(0, 64, n).tolist()], model.init_caches(1, 256), chunk=16)
-        assert _prefill_chunk._cache_size() == before
+        assert _prefill_chunk._cache_size() == before + 1
 
     def test_no_buffer_grows_with_the_capacity(self):
         """Scores of a chunk over the whole capacity, or a widened copy of a cache, would be of that size."""
-        model = dummy_model(dummy_config(num_layers=1), attention="dense")
+        model = one_layer()
         capacity = 4096
 
         def temporary(capacity, dtype):
@@ -89,12 +87,11 @@ class PrefillTest(parameterized.TestCase):
             compiled = _prefill_chunk.lower(*args, all_logits=False).compile()
             return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
 
-        for dtype in (jnp.float32, jnp.bfloat16):
-            small, _ = temporary(capacity, dtype)
-            large, text = temporary(4 * capacity, dtype)
-            one_cache = 3 * capacity * 2 * 16 * 2  # what the keys alone grow by, in 16 bits
-            assert large - small < one_cache // 4, str(dtype)
-            assert re.search(rf"f32\[1,2,{4 * capacity},16\]\S* convert", text) is None
+        small, _ = temporary(capacity, jnp.bfloat16)
+        large, text = temporary(4 * capacity, jnp.bfloat16)
+        growth_of_the_keys = 3 * capacity * 2 * 16 * 2
+        assert large - small < growth_of_the_keys // 4
+        assert re.search(rf"f32\[1,2,{4 * capacity},16\]\S* convert", text) is None
 
     def test_embedding_table_is_not_widened(self):
         config = dummy_config(vocab_size=5000, tied_embeddings=False)
@@ -113,7 +110,7 @@ class PrefillTest(parameterized.TestCase):
         ([[1], [1]], "the caches have 1 rows, expected 2"),
     )
     def test_refuses(self, prompts, message):
-        model = dummy_model(attention="dense")
+        model = one_layer()
         with pytest.raises(ValueError, match=message):
             prefill(model, prompts, model.init_caches(1, 64))
 
@@ -131,7 +128,7 @@ class ChunkAttentionTest(chex.TestCase):
         """Several key blocks, the last one overlapping its predecessor; rows of different lengths, one of them idle."""
         rng = np.random.default_rng(0)
         B, T, K, G, H = 3, 8, 2, 2, 16
-        model = dummy_model(attention="dense")
+        model = one_layer()
         start, count = np.array([capacity - 8, 3, 70], np.int32), np.array([8, 5, 0], np.int32)
         key, value = (rng.standard_normal((B, K, capacity, H)).astype(np.float32) for _ in range(2))
         query = 3 * rng.standard_normal((B, T, K * G, H)).astype(np.float32)
