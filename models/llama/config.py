@@ -70,9 +70,11 @@ class RopeConfig:
       beta_fast: yarn; channels that turn more often than this over the original context are left alone (default 32).
       beta_slow: yarn; channels that turn less often than this are stretched in full (default 1).
       attention_factor: yarn; scale of cos and sin (default 0.1 ln factor + 1).
+      angles: "reference" rounds to float32 step by step, as the implementations do that models are published with;
+        "exact" is accurate to 1e-6 at any position (they differ by up to 4e-3 radians at position 10⁵).
 
     Raises:
-      ValueError: unknown type, a field missing, not positive, or not used by the type.
+      ValueError: unknown type or angles, a field missing, not positive, or not used by the type.
     """
 
     theta: float = 10000.0
@@ -84,15 +86,18 @@ class RopeConfig:
     beta_fast: float | None = None
     beta_slow: float | None = None
     attention_factor: float | None = None
+    angles: str = "reference"
 
     def __post_init__(self):
+        if self.angles not in ("reference", "exact"):
+            raise ValueError(f'angles must be "reference" or "exact": got {self.angles!r}')
         if self.rope_type not in _ROPE_TYPES:
             raise ValueError(f"rope_type {self.rope_type!r} is not supported; expected one of {', '.join(_ROPE_TYPES)}")
         required, optional = _ROPE_TYPES[self.rope_type]
         problems = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "rope_type":
+            if field.name in ("rope_type", "angles"):
                 continue
             if field.name != "theta" and value is not None and field.name not in required + optional:
                 problems.append(f"{field.name} is not used by this type")

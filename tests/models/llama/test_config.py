@@ -129,6 +129,7 @@ class ConstructionTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ({"rope_type": "su"}, "'su' is not supported"),
+        ({"angles": "float32"}, 'angles must be "reference" or "exact"'),
         ({"factor": 2.0}, "factor is not used by this type"),
         ({"rope_type": "linear", "factor": 0.0}, "factor must be a positive number"),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_positions is missing"),

@@ -1,8 +1,6 @@
 import dataclasses
 import json
-import math
 import pathlib
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,39 +19,19 @@ FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 IDS = np.random.default_rng(3).integers(0, 64, (2, 24)).astype(np.int32)
 
 
+def model_config(family):
+    return LlamaConfig.from_hf(json.loads((GOLDEN / family / "config.json").read_text()))
+
+
+def model_params(family):
+    return params_from_tensors(model_config(family), load_file(GOLDEN / family / "model.safetensors"))
+
+
 def load(family):
     folder = GOLDEN / family
-    config = LlamaConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    model = load_model(params_from_tensors(config, load_file(folder / "model.safetensors")), config, attention="dense")
+    model = load_model(model_params(family), model_config(family), attention="dense")
     with np.load(folder / "golden.npz") as golden:
         return model, dict(golden)
-
-
-def reference_tables(rope, head_dim, positions):
-    """The tables as the reference implementation rounds them: frequencies and angles in float32."""
-    f32 = np.float32
-    power = (np.float64(rope.theta) ** (np.arange(0, head_dim, 2).astype(f32) / f32(head_dim))).astype(f32)
-    inverse, scale = f32(1) / power, 1.0
-    if rope.rope_type == "linear":
-        inverse = inverse / f32(rope.factor)
-    if rope.rope_type == "llama3":
-        wavelength = f32(2 * math.pi) / inverse
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        smooth = (f32(rope.original_max_positions) / wavelength - f32(low)) / f32(high - low)
-        slow = inverse / f32(rope.factor)
-        blend = (f32(1) - smooth) * slow + smooth * inverse
-        inverse = np.where(smooth > 1, inverse, np.where(smooth < 0, slow, blend))
-    if rope.rope_type == "yarn":
-        ends = [
-            head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-            for turns in (32, 1)
-        ]
-        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), head_dim - 1)
-        keep = f32(1) - np.clip((np.arange(head_dim // 2).astype(f32) - f32(low)) / f32(high - low), 0, 1)
-        inverse = f32(1) / (f32(rope.factor) * power) * (f32(1) - keep) + inverse * keep
-        scale = 0.1 * math.log(rope.factor) + 1
-    angle = np.asarray(positions)[..., None].astype(f32) * inverse.astype(f32)
-    return tuple(jnp.asarray(f(angle.astype(np.float64)) * scale, jnp.float32) for f in (np.cos, np.sin))
 
 
 class GoldenTest(parameterized.TestCase):
@@ -70,16 +48,16 @@ class GoldenTest(parameterized.TestCase):
         model, golden = load(family)
         ids, positions, expected = (golden[name] for name in ("input_ids", "positions", "logits_at_positions"))
         assert positions.max() > 120000
-        with mock.patch("certjax.models.llama.modeling.rotary_tables", reference_tables):
-            np.testing.assert_allclose(model(ids, positions), expected, atol=1e-4)
-        # Our angles are exact, the reference's are off by up to half a float32 step of 10⁵ radians, 4e-3.
-        exact = np.asarray(model(ids, positions))
-        np.testing.assert_allclose(exact, expected, atol=2e-2)
-        # A mistake in the frequencies shows: the same weights without scaling, or with a base off by a thousandth.
-        theta, default = model.config.rope.theta, model.config.rope.rope_type == "default"
-        wrong = RopeConfig(theta=theta * 1.001 if default else theta)
-        with mock.patch("certjax.models.llama.modeling.rotary_tables", lambda _, *rest: reference_tables(wrong, *rest)):
-            assert np.abs(np.asarray(model(ids, positions)) - expected).max() > 0.1
+        np.testing.assert_allclose(model(ids, positions), expected, atol=1e-4)
+
+        def other(**change):
+            rope = dataclasses.replace(model.config.rope, **change)
+            config = dataclasses.replace(model.config, rope=rope)
+            return np.abs(np.asarray(load_model(model_params(family), config)(ids, positions)) - expected).max()
+
+        # The reference's angles are off by up to half a float32 step of 10⁵ radians, 4e-3: exact ones differ by that.
+        assert 1e-4 < other(angles="exact") < 2e-2
+        assert other(theta=model.config.rope.theta * 1.001) > 0.1  # a mistake in the frequencies shows
 
 
 # For every field a change that leaves the shapes of the weights alone; each must change the output.
@@ -106,6 +84,7 @@ SHAPE_FIELDS = {
 ROPE_FLIPS = (
     ("default", {}, {"theta": 2e4}),
     ("linear", {"factor": 2.0}, {"factor": 4.0}),
+    ("default", {}, {"angles": "exact"}),
     *(
         ("llama3", {"factor": 4.0, "original_max_positions": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, flip)
         for flip in (
@@ -167,8 +146,8 @@ class NoDeadFieldTest(parameterized.TestCase):
     def test_rope_field(self, rope_type, fields, flip):
         base = RopeConfig(rope_type=rope_type, **fields)
         changed = dataclasses.replace(base, **flip)
-        tables = [np.stack(rotary_tables(rope, 16, jnp.arange(500, dtype=jnp.int32))) for rope in (base, changed)]
-        assert np.abs(tables[0] - tables[1]).max() > 1e-2
+        tables = [np.stack(rotary_tables(rope, 16, jnp.arange(0, 131072, 257))) for rope in (base, changed)]
+        assert np.abs(tables[0] - tables[1]).max() > (1e-3 if "angles" in flip else 1e-2)
 
 
 class WindowTest(parameterized.TestCase):

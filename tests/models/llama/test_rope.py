@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import chex
@@ -59,7 +60,7 @@ class FrequencyTest(parameterized.TestCase):
 class TablesTest(parameterized.TestCase):
     @parameterized.parameters(*ROPES)
     def test_accurate_at_every_position(self, name):
-        rope, head_dim = ROPES[name], 128
+        rope, head_dim = dataclasses.replace(ROPES[name], angles="exact"), 128
 
         @given(st.lists(st.integers(0, 2**20), min_size=6, max_size=6))
         def check(some):
@@ -72,12 +73,14 @@ class TablesTest(parameterized.TestCase):
 
         check()
 
-    def test_float32_angles_would_not_be(self):
-        # Why the tables are not made by a float32 product.
-        frequency = inverse_frequencies(LLAMA31, 128)
-        positions = np.arange(131000, 131072)[:, None]
-        naive = np.cos((positions.astype(np.float32) * frequency.astype(np.float32)).astype(np.float64))
-        assert np.abs(naive - np.cos(positions * frequency)).max() > 0.002
+    @parameterized.parameters(*ROPES)
+    def test_reference_angles_are_float32_products(self, name):
+        # What the published implementations compute: right to float32 rounding of the angle, half a step of 10⁵ radians.
+        frequency = inverse_frequencies(ROPES[name], 128)
+        for positions, error in ((np.arange(64), 1e-5), (np.arange(131000, 131072), 2e-2)):
+            cos, _ = rotary_tables(ROPES[name], 128, jnp.asarray(positions, jnp.int32))
+            off = np.abs(np.asarray(cos) - np.cos(positions[:, None] * frequency) * attention_factor(ROPES[name])).max()
+            assert error / 20 < off + 1e-6 < error or off < 1e-6
 
 
 class RotateTest(chex.TestCase):
@@ -86,9 +89,11 @@ class RotateTest(chex.TestCase):
         rng = np.random.default_rng(0)
         q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 64)), jnp.float32) for _ in range(2))
 
+        rope = dataclasses.replace(LLAMA31, angles="exact")
+
         @self.variant
         def score(q_at, k_at):
-            turned = [rotate(x, *rotary_tables(LLAMA31, 64, at[None, None])) for x, at in ((q, q_at), (k, k_at))]
+            turned = [rotate(x, *rotary_tables(rope, 64, at[None, None])) for x, at in ((q, q_at), (k, k_at))]
             return (turned[0] * turned[1]).sum()
 
         near = score(jnp.int32(130), jnp.int32(100))
