@@ -12,7 +12,8 @@ def dispatch(implementation: str | None, native: Callable[..., Any], xla: Callab
     """The function to call.
 
     Args:
-      implementation: None for `native` on CPU where the extension loads and `xla` elsewhere; "native" or "xla" to force one.
+      implementation: None for `native` on CPU where the extension loads and `xla` elsewhere; "native" or "xla" to
+        force one.
       native: calls the extension; CPU only.
       xla: the same in jnp.
 

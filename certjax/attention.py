@@ -45,22 +45,25 @@ def decode_attention(
 ) -> AttentionResult:
     """Certified attention of one new token over the cache.
 
-    The estimate reads the keys that Exp(1)-perturbed upper bounds of their scores select, weights them by 1 / π, and stops at the first
-    level whose certificate proves the error; a head that no level certifies is computed exactly. For each call and head, the error
-    exceeds `certificate.error_bound` with probability ≤ δ over the perturbations alone, whatever query, keys and values are.
+    The estimate reads the keys that Exp(1)-perturbed upper bounds of their scores select, weights them by 1 / π, and
+    stops at the first level whose certificate proves the error; a head that no level certifies is computed exactly.
+    For each call and head, the error exceeds `certificate.error_bound` with probability ≤ δ over the perturbations
+    alone, whatever query, keys and values are.
 
     Args:
-      query: [B, 1, N, H] after RoPE, bfloat16, float16 or float32; N a multiple of the cache's K; head n uses kv head n // (N // K).
+      query: [B, 1, N, H] after RoPE, bfloat16, float16 or float32; N a multiple of the cache's K; head n uses kv head
+        n // (N // K).
       cache: KVCache that already holds the token's own key and value.
-      rng: key made by `jax.random.key`, or one key a row [B]. Must be fresh for every step and layer (`jax.random.fold_in`): with
-        the same key twice, nothing is promised over both.
+      rng: key made by `jax.random.key`, or one key a row [B]. Must be fresh for every step and layer
+        (`jax.random.fold_in`): with the same key twice, nothing is promised over both.
       config: what to promise; `Config()` if None.
       hint: from the previous step of the same layer; affects speed only, and only if rng is fresh.
-      implementation: None picks; "xla" runs anywhere; "dense" computes every head exactly; "native" needs the extension.
+      implementation: None picks; "xla" runs anywhere; "dense" computes every head exactly; "native" needs the
+        extension.
 
     Returns:
-      AttentionResult. Rows of length 0 give zeros and a trivial certificate; rows whose query, keys or values hold NaN or inf, and
-      rows that overflowed, give NaN and `certified=False`.
+      AttentionResult. Rows of length 0 give zeros and a trivial certificate; rows whose query, keys or values hold
+      NaN or inf, and rows that overflowed, give NaN and `certified=False`.
 
     Raises:
       ValueError: wrong ranks, shapes or dtypes; heads that do not divide; an implementation that cannot run.
@@ -98,13 +101,14 @@ def dense_decode_attention(
       implementation: None picks "native" on CPU where the extension loads, else "xla".
 
     Returns:
-      AttentionResult whose heads are all exact; the hint knows nothing. Bit-identical for every ISA level and thread count.
+      AttentionResult whose heads are all exact; the hint knows nothing. Bit-identical for every ISA level and thread
+      count.
 
     Raises:
       ValueError: as `decode_attention`.
     """
     config = Config() if config is None else config
-    B, K, S, H = cache.shape
+    B, K, _, H = cache.shape
     grouped = _check_query(query, cache, config)
     G = grouped.shape[2]
 
@@ -150,7 +154,9 @@ def _check_query(query: jax.Array, cache: KVCache, config: Config) -> jax.Array:
     if query.ndim != 4 or query.shape[0] != B or query.shape[1] != 1 or query.shape[3] != H:
         raise ValueError(f"query must be [B={B}, T=1, N, H={H}]: got {query.shape}")
     if query.shape[2] == 0 or query.shape[2] % K:
-        raise ValueError(f"query has N={query.shape[2]} heads: must be a positive multiple of the cache's K={K} kv heads")
+        raise ValueError(
+            f"query has N={query.shape[2]} heads: must be a positive multiple of the cache's K={K} kv heads"
+        )
     if jnp.dtype(query.dtype).name not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"query must be bfloat16, float16 or float32: got {query.dtype}")
     scale = 1 / math.sqrt(H) if config.scale is None else config.scale
@@ -166,6 +172,6 @@ def _no_gradient(operands):
 @_no_gradient.defjvp
 def _refuse(primals, tangents):
     raise ValueError(
-        "certjax attention cannot be differentiated: it is a decoding op. Train with jax.nn.dot_product_attention, or wrap the "
-        "call in jax.lax.stop_gradient"
+        "certjax attention cannot be differentiated: it is a decoding op. Train with jax.nn.dot_product_attention, or "
+        "wrap the call in jax.lax.stop_gradient"
     )

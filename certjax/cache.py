@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +83,8 @@ def prefill(
 ) -> KVCache:
     """Adds T tokens to every row, after what the row holds; call it again for the next chunk.
 
-    The first call on an empty row also fixes what the row's metadata refers to: the value centre (mean of these values) and
-    the weights and order of the channels. They sharpen the score bounds and are valid whatever follows.
+    The first call on an empty row also fixes what the row's metadata refers to: the value centre (mean of these
+    values) and the weights and order of the channels. They sharpen the score bounds and are valid whatever follows.
 
     Args:
       cache: KVCache; donate it.
@@ -93,8 +94,8 @@ def prefill(
       query: [B, T, N, H] of the same tokens, optional: N a multiple of K. Makes the score bounds tighter.
 
     Returns:
-      The cache. A row that would overflow, or whose tokens hold NaN or inf, is unchanged but for `valid`, which is False from
-      then on: its outputs are NaN and never certified.
+      The cache. A row that would overflow, or whose tokens hold NaN or inf, is unchanged but for `valid`, which is
+      False from then on: its outputs are NaN and never certified.
 
     Raises:
       ValueError: wrong ranks, shapes or dtypes; more tokens than the capacity where that can be known (outside jit).
@@ -138,8 +139,8 @@ def append(
       The cache; overflow, NaN and inf as in `prefill`.
 
     Raises:
-      ValueError: wrong ranks, shapes or dtypes; a full row, where that can be known (outside jit); an implementation that
-        is unknown or not available.
+      ValueError: wrong ranks, shapes or dtypes; a full row, where that can be known (outside jit); an implementation
+        that is unknown or not available.
     """
     B = cache.shape[0]
     _check_tokens(cache, key, value)
@@ -187,7 +188,9 @@ def _check_room(cache: KVCache, lengths: jax.Array, T: int) -> None:
 
 
 def _update_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """Writes new[b, :, :count[b]] at buffer[b, :, start[b]:], row by row and in place; start + count ≤ S is the caller's."""
+    """Writes new[b, :, :count[b]] at buffer[b, :, start[b]:], row by row and in place; start + count ≤ S is the
+    caller's.
+    """
     S, T = buffer.shape[2], new.shape[2]
     tail = buffer.shape[3:]
 
@@ -206,8 +209,7 @@ def _update_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, count: jax
 @jax.jit  # one program outside jit too; inlined inside
 def _write(cache: KVCache, key: jax.Array, value: jax.Array, lengths: jax.Array, query: jax.Array | None) -> KVCache:
     """The jnp definition of prefill and append."""
-    B, K, S, H = cache.shape
-    T = key.shape[1]
+    S, T = cache.capacity, key.shape[1]
     here = jnp.arange(T)[None, :] < lengths[:, None]  # [B, T]
     stored = [jnp.swapaxes(to_storage(x, cache.dtype), 1, 2) for x in (key, value)]
     key, value = (from_storage(x, cache.dtype) for x in stored)  # [B, K, T, H] as the cache will hold them
@@ -223,7 +225,7 @@ def _write(cache: KVCache, key: jax.Array, value: jax.Array, lengths: jax.Array,
         "value_norm": to_bf16_bits_up(norm_up(value)),
     }
     update = functools.partial(_update_rows, start=cache.length, count=count)
-    new = {"key": update(cache.key, stored[0]), "value": update(cache.value, stored[1])}
+    new: dict[str, Any] = {"key": update(cache.key, stored[0]), "value": update(cache.value, stored[1])}
     new |= {name: update(getattr(cache, name), x) for name, x in norms.items()}
     new["key_norm_max"] = jnp.maximum(cache.key_norm_max, jnp.where(mask[..., 0], norm_up(key), 0).max(2, initial=0))
     new["length"] = cache.length + count

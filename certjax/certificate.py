@@ -1,19 +1,23 @@
 """The certificate: bounds on ‖ô − o‖ from one level's sums, valid for an unknown o, and the budgets of its events.
 
-Notation. R + B: exact and heavy keys; A: light keys, included with probability π_i = z_i / τ, weight g_i = w_i / π_i; S ⊂ A: those drawn.
-y = v − c0, ô the Horvitz–Thompson ratio, D̂ its denominator, x0 = ‖ô − c0‖, b = ‖ô − o‖. Since Σ_i w_i (v_i − o) = 0,
+Notation. R + B: exact and heavy keys; A: light keys, included with probability π_i = z_i / τ, weight g_i = w_i / π_i;
+S ⊂ A: those drawn. y = v − c0, ô the Horvitz–Thompson ratio, D̂ its denominator, x0 = ‖ô − c0‖, b = ‖ô − o‖. Since
+Σ_i w_i (v_i − o) = 0,
 
     ô − o = Z / D̂,    Z = Σ_A (X_i − π_i) g_i (v_i − o),                                                    (identity)
 
-so no interval for the denominator is needed, and o is deterministic given q, K, V: the concentration inequalities apply to Z at the true o, and
-only upper bounds of its variance at an unknown o within b of ô are needed. With z_i = w_i t_i, t_i = √(ν_i² + r0²), ν_i ≥ ‖v_i − c0‖, a light key
-has g_i ‖v_i − o‖ ≤ τ rng(‖o − c0‖), rng(x) = min(√(1 + x²/r0²), (ν_max + x) / t_min): Cauchy–Schwarz on ν + x, and monotone.
+so no interval for the denominator is needed, and o is deterministic given q, K, V: the concentration inequalities
+apply to Z at the true o, and only upper bounds of its variance at an unknown o within b of ô are needed. With z_i =
+w_i t_i, t_i = √(ν_i² + r0²), ν_i ≥ ‖v_i − c0‖, a light key has g_i ‖v_i − o‖ ≤ τ rng(‖o − c0‖), rng(x) = min(√(1 +
+x²/r0²), (ν_max + x) / t_min): Cauchy–Schwarz on ν + x, and monotone.
 
-A claim "b ≤ b*" is tested on a grid b* = b_0 < … < b_m = b_max, b_max ≥ b surely (ô and o are convex combinations of the v_i): if b lay in
-(b_l, b_{l+1}], each tier would contradict its events, because its test uses b_l where it is decreasing and b_{l+1} where it is increasing.
+A claim "b ≤ b*" is tested on a grid b* = b_0 < … < b_m = b_max, b_max ≥ b surely (ô and o are convex combinations of
+the v_i): if b lay in (b_l, b_{l+1}], each tier would contradict its events, because its test uses b_l where it is
+decreasing and b_{l+1} where it is increasing.
 
 Events of one level, each one-sided; their probabilities sum to δ_j, the δ_j to δ (`FRACTIONS`):
-  Z of either tier, V of either tier, S, M. V and S rest on Chernoff's bound in KL form for sums of [0, B] variables: Σ π b ≤ B μ(Σ X b / B; L) with probability ≥ 1 − e^−L, μ = `mean_upper`.
+  Z of either tier, V of either tier, S, M. V and S rest on Chernoff's bound in KL form for sums of [0, B] variables:
+  Σ π b ≤ B μ(Σ X b / B; L) with probability ≥ 1 − e^−L, μ = `mean_upper`.
 """
 
 from typing import NamedTuple
@@ -72,7 +76,8 @@ def range_factor(x: jax.Array, known: Range) -> jax.Array:
 def mean_upper(k: jax.Array, log_inverse: jax.Array) -> jax.Array:
     """μ(k; L): the root μ ≥ k of μ − k − k ln(μ / k) = L; L where k = 0.
 
-    Newton's method from the right of the root of a convex function never crosses it, so every iterate is an upper bound.
+    Newton's method from the right of the root of a convex function never crosses it, so every iterate is an upper
+    bound.
     """
     safe = jnp.maximum(k, TINY)
 
@@ -92,7 +97,8 @@ def bennett(y: jax.Array) -> jax.Array:
 
 
 def bennett_rate(x: jax.Array, variance: jax.Array, largest: jax.Array) -> jax.Array:
-    """Rate R of Pinelis (1994, Thm 3.4): P(‖Σ ξ‖ ≥ x) ≤ 2 e^−R for independent centred ‖ξ‖ ≤ largest with Σ E‖ξ‖² ≤ variance.
+    """Rate R of Pinelis (1994, Thm 3.4): P(‖Σ ξ‖ ≥ x) ≤ 2 e^−R for independent centred ‖ξ‖ ≤ largest with Σ E‖ξ‖² ≤
+    variance.
 
     R = (V / a²) h(a x / V) rises in x and falls in V and in a.
     """
@@ -101,7 +107,9 @@ def bennett_rate(x: jax.Array, variance: jax.Array, largest: jax.Array) -> jax.A
 
 
 def mixture_bound(beta: jax.Array, trace: jax.Array, top: jax.Array, log_z: jax.Array, head_dim: int) -> jax.Array:
-    """Method of mixtures over Delyon's inequality: ‖Z‖² ≤ (β + λ_max(A)) (2 L + H ln(1 + tr A / (H β))) w.p. ≥ 1 − e^−L."""
+    """Method of mixtures over Delyon's inequality: ‖Z‖² ≤ (β + λ_max(A)) (2 L + H ln(1 + tr A / (H β))) w.p. ≥ 1 −
+    e^−L.
+    """
     return (beta + top) * (2 * log_z + head_dim * jnp.log1p(trace / (head_dim * beta)))
 
 
@@ -123,7 +131,8 @@ def claim(measure: str, epsilon: jax.Array, size: jax.Array, scale_squared: jax.
 def spread_upper(moments: Moments, center: jax.Array, b: jax.Array) -> jax.Array:
     """Largest Σ ω ‖v − o‖² over all o within b of ô: exact supremum, [..., GRID + 1] for b of that shape.
 
-    Σ ω ‖y − p‖² = (Σ ω ‖y‖² − ‖Σ ω y‖² / Σ ω) + Σ ω · ‖p − mean‖², and the farthest p of the ball is ‖ô − mean‖ + b away.
+    Σ ω ‖y − p‖² = (Σ ω ‖y‖² − ‖Σ ω y‖² / Σ ω) + Σ ω · ‖p − mean‖², and the farthest p of the ball is ‖ô − mean‖ + b
+    away.
     """
     weight = jnp.maximum(moments.weight, TINY)
     mean = moments.first / weight[..., None]
@@ -134,7 +143,9 @@ def spread_upper(moments: Moments, center: jax.Array, b: jax.Array) -> jax.Array
 
 
 def grid(b_star: jax.Array, b_max: jax.Array) -> jax.Array:
-    """b* = b_0 < … < b_m = b_max, [..., GRID + 1]: steps grow from 2 % to a factor of about 2 when b_max / b* is 100."""
+    """b* = b_0 < … < b_m = b_max, [..., GRID + 1]: steps grow from 2 % to a factor of about 2 when b_max / b* is
+    100.
+    """
     power = (jnp.arange(GRID + 1) / GRID) ** 2
     ratio = jnp.maximum(b_max / jnp.maximum(b_star, TINY), 1)
     points = b_star[..., None] * ratio[..., None] ** power.reshape((1,) * b_star.ndim + (-1,)).astype(jnp.float32)
@@ -159,7 +170,13 @@ def _largest(center: jax.Array, b: jax.Array, known: Range) -> jax.Array:
 
 
 def scalar_shortfall(
-    moments: Moments, center: jax.Array, denominator: jax.Array, b: jax.Array, known: Range, log_z: jax.Array, log_v: jax.Array
+    moments: Moments,
+    center: jax.Array,
+    denominator: jax.Array,
+    b: jax.Array,
+    known: Range,
+    log_z: jax.Array,
+    log_v: jax.Array,
 ) -> jax.Array:
     """Tier 1 (certificate.md 17): self-centred Bennett. Certified where the result is below 1.
 
@@ -200,8 +217,9 @@ def matrix_shortfall(
     """Tier 2 (certificate.md 6.2): Gaussian-mixture bound. Certified where the result is below 1.
 
     `mixture_bound` at a deterministic β with A = (C1 + C2) / 3: C1 = Σ_S (1 − π)² g² (v − o)(v − o)ᵀ seen,
-    C2 = Σ_A π (2 − π) g² (v − o)(v − o)ᵀ unknown but deterministic. Event V bounds tr C2, event S λ_max(C2). The first factor F1
-    over b² falls in b and the second, F2, rises, so an interval is refuted by F1(b_l) F2(b_{l+1}) < (b_l D̂)².
+    C2 = Σ_A π (2 − π) g² (v − o)(v − o)ᵀ unknown but deterministic. Event V bounds tr C2, event S λ_max(C2). The
+    first factor F1 over b² falls in b and the second, F2, rises, so an interval is refuted by F1(b_l) F2(b_{l+1}) <
+    (b_l D̂)².
 
     Args:
       first: Moments of ω = (1 − π)² g².
@@ -230,8 +248,9 @@ def eigenvalue_upper(
 ) -> tuple[jax.Array, jax.Array]:
     """Upper bounds of λ_max(C1), surely, and of λ_max(C2), event S; over all o within b of ô, [..., GRID + 1].
 
-    C1 ≤ Ĉ2 / 2 since (1 − π)² ≤ (2 − π) / 2. Event S needs no dimension factor: the top eigenvector u of C2 is deterministic, so the
-    Chernoff bound applies to Σ X (2 − π) g² (u·(v − o))² ≤ λ_max(Ĉ2). Minkowski moves λ_max from ô to o: √λ(o) ≤ √λ(ô) + b √Σω.
+    C1 ≤ Ĉ2 / 2 since (1 − π)² ≤ (2 − π) / 2. Event S needs no dimension factor: the top eigenvector u of C2 is
+    deterministic, so the Chernoff bound applies to Σ X (2 − π) g² (u·(v − o))² ≤ λ_max(Ĉ2). Minkowski moves λ_max
+    from ô to o: √λ(o) ≤ √λ(ô) + b √Σω.
 
     Args:
       second: Moments of ω = (2 − π) g².
@@ -248,7 +267,9 @@ def eigenvalue_upper(
 
 
 def largest_eigenvalue_upper(matrix: jax.Array) -> jax.Array:
-    """(tr C⁸)^(1/8) ≥ λ_max(C) for a positive semidefinite C, [..., H, H] → [...]; two matrix products, no eigensolver."""
+    """(tr C⁸)^(1/8) ≥ λ_max(C) for a positive semidefinite C, [..., H, H] → [...]; two matrix products, no
+    eigensolver.
+    """
     trace = jnp.maximum(jnp.trace(matrix, axis1=-2, axis2=-1), TINY)
     power = matrix / trace[..., None, None]
     for _ in range(2):
@@ -267,8 +288,8 @@ def value_scale_squared_lower(
 ) -> jax.Array:
     """Event M (certificate.md 6.3): lower bound of μ = Σ a_i min(‖v_i‖², cap) ≤ M².
 
-    E exp(X ln(1 + x) − π x) ≤ 1 with x = λ g (y − μ), λ = ½ / (g_max cap), gives Ĥ − μ D̂ ≤ λ (T2 − 2 μ T1 + μ² T0) + L / λ
-    (ln(1 + x) ≥ x − x² for x ≥ −½); the smallest μ that satisfies it is the positive root of a quadratic.
+    E exp(X ln(1 + x) − π x) ≤ 1 with x = λ g (y − μ), λ = ½ / (g_max cap), gives Ĥ − μ D̂ ≤ λ (T2 − 2 μ T1 + μ² T0) +
+    L / λ (ln(1 + x) ≥ x − x² for x ≥ −½); the smallest μ that satisfies it is the positive root of a quadratic.
 
     Args:
       total: Ĥ, Horvitz–Thompson sum of w min(‖v‖², cap), [...].
@@ -291,7 +312,8 @@ def value_scale_squared_lower(
 def denominator_interval(
     base: jax.Array, errors: jax.Array, tau: jax.Array, widest: jax.Array, log_d: jax.Array, total
 ) -> tuple[jax.Array, jax.Array]:
-    """Interval for D with the scan as control variate (certificate.md 8.3), z = w; two events of probability e^−log_d each.
+    """Interval for D with the scan as control variate (certificate.md 8.3), z = w; two events of probability e^−log_d
+    each.
 
     D = base + Σ_A (w − w̃), base = Σ_{R+B} w + Σ_A w̃. With e = (w − w̃) / π in [−τ (e^err − 1), τ) and
     E exp(X ln(1 + x) − π x) ≤ 1 for x = −l e and x = l' e:

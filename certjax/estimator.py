@@ -1,6 +1,7 @@
 """Levels, predictions, sampling and Horvitz–Thompson sums of one head and level (certificate.md 4, 5 and 7).
 
-Arrays are [B, K, G, S] over keys and [B, K, G] over heads; logarithms are relative to a deterministic reference c, so w = exp(s − c).
+Arrays are [B, K, G, S] over keys and [B, K, G] over heads; logarithms are relative to a deterministic reference c, so
+w = exp(s − c).
 """
 
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from certjax.certificate import TINY, Moments
+from certjax.certificate import TINY
 
 LEVELS_PER_DOUBLING = 2
 _CHUNK = 1024  # keys a matrix product sums before float32 partial sums are added
@@ -77,6 +78,12 @@ def total(x: jax.Array) -> jax.Array:
     return x.sum(-1)
 
 
+def totals(*arrays: jax.Array) -> list[jax.Array]:
+    """`total` of each, in one reduction."""
+    summed = total(jnp.stack(arrays))
+    return [summed[i] for i in range(len(arrays))]
+
+
 def weighted_rows(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """Σ_s weight[b, k, …, s] rows[b, k, s, h] in chunks of 1024 keys: [B, K, …, H]."""
     B, K, *middle, S = weight.shape
@@ -113,22 +120,30 @@ def predict(
     """
     weight = prediction_weights(scores.pool) * jnp.exp(jnp.where(scores.pool, scores.estimate, -jnp.inf))
     window = jnp.where(scores.window, jnp.exp(jnp.where(scores.window, scores.exact, 0)), 0)
-    pool_mass = total(weight)
+    pool_mass, second, squares, window_mass, window_squares = totals(
+        weight,
+        weight * value_size**2,
+        weight * value_norm**2,
+        window,
+        window * jnp.where(scores.window, value_square, 0),
+    )
     offset = jnp.zeros_like(pool_mass)
     mass = pool_mass
     if norm_size:
-        square = total(weight * value_size**2) / jnp.maximum(pool_mass, TINY)
+        square = second / jnp.maximum(pool_mass, TINY)
         largest = jnp.where(scores.pool, value_size, 0).max(-1)
         # Never 0, so that every size is positive: all values may equal the centre.
         offset = jnp.maximum(jnp.sqrt(0.5 * square), jnp.maximum(1e-4 * largest, 1e-12))
         mass = total(weight * jnp.sqrt(value_size**2 + offset[..., None] ** 2))
-    denominator = pool_mass + total(window)
-    squares = total(weight * value_norm**2) + total(window * jnp.where(scores.window, value_square, 0))
-    return Prediction(mass, denominator, squares / jnp.maximum(denominator, TINY), offset)
+    denominator = pool_mass + window_mass
+    scale_squared = (squares + window_squares) / jnp.maximum(denominator, TINY)
+    return Prediction(mass, denominator, scale_squared, offset)
 
 
 def level_count(pool_keys: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """Levels of the grid m_j = m_0 2^(j/2), m_0 = max(16, 0.3 / ε²), below half of the pool; 0 where none is (int32)."""
+    """Levels of the grid m_j = m_0 2^(j/2), m_0 = max(16, 0.3 / ε²), below half of the pool; 0 where none is
+    (int32).
+    """
     ratio = pool_keys.astype(jnp.float32) / 2 / first_size(epsilon)
     return jnp.ceil(LEVELS_PER_DOUBLING * jnp.log2(jnp.maximum(ratio, 1))).astype(jnp.int32)
 
@@ -139,7 +154,7 @@ def first_size(epsilon: jax.Array) -> jax.Array:
 
 
 def log_threshold(level: jax.Array, mass: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """ln τ_j = ln(Z / m_j)."""
+    """Ln τ_j = ln(Z / m_j)."""
     log_m = jnp.log(first_size(epsilon)) + level.astype(jnp.float32) * (jnp.log(2.0) / LEVELS_PER_DOUBLING)
     return jnp.log(jnp.maximum(mass, TINY)) - log_m
 
@@ -162,8 +177,3 @@ def sample(scores: Scores, log_size: jax.Array, log_tau: jax.Array) -> Sample:
     exact_weight = jnp.where(scores.window | heavy, jnp.exp(jnp.where(scores.window | heavy, scores.exact, 0)), 0)
     miss = jnp.where(light, -jnp.expm1(jnp.where(light, log_pi, 0)), 0)
     return Sample(exact_weight, weight, miss, heavy, light)
-
-
-def moments(weight: jax.Array, values: jax.Array, square: jax.Array) -> Moments:
-    """Moments of the sample for one weight per key: values y [B, K, S, H], square ‖y‖² [B, K, 1, S]."""
-    return Moments(total(weight), weighted_rows(weight, values), total(weight * square))

@@ -4,8 +4,8 @@
 def delta_per_call(delta_total: float, *, heads: int, layers: int, steps: int, batch: int = 1) -> float:
     """The `Config.delta` with which all outputs of a generation hold together with probability ≥ 1 − delta_total.
 
-    delta_total / (heads · layers · batch · steps). It needs fresh random keys at every step and layer. It promises that each
-    head's output is within ε of dense attention *on the same inputs*, not that the text is the same.
+    delta_total / (heads · layers · batch · steps). It needs fresh random keys at every step and layer. It promises
+    that each head's output is within ε of dense attention *on the same inputs*, not that the text is the same.
 
     Args:
       delta_total: probability in (0, 1) that any certified output of the generation is off.
@@ -26,5 +26,7 @@ def delta_per_call(delta_total: float, *, heads: int, layers: int, steps: int, b
 
 
 def delta_spent(delta: float, *, calls: int) -> float:
-    """Upper bound of the probability that any of `calls` certified head outputs exceeded its bound: min(1, delta · calls)."""
+    """Upper bound of the probability that any of `calls` certified head outputs exceeded its bound: min(1, delta ·
+    calls).
+    """
     return min(1.0, delta * calls)

@@ -1,16 +1,18 @@
 """Fresh Exp(1) variables: U_i is a counter-based hash of (random key, row, kv head, key index), E_i = −ln U_i.
 
-Four 32-bit words a, b, c, d per row and kv head come from JAX's own generator (Threefry by default), so the caller's key, step, layer,
-row and head are absorbed by it. The key index i is then absorbed word by word through full avalanches:
+Four 32-bit words a, b, c, d per row and kv head come from JAX's own generator (Threefry by default), so the caller's
+key, step, layer, row and head are absorbed by it. The key index i is then absorbed word by word through full
+avalanches:
 
     high = mix(mix(i ⊕ a) ⊕ b),   low = mix(mix(i ⊕ c) ⊕ d),   U = (2²¹ high + ⌊low / 2¹¹⌋ + 1) · 2⁻⁵³  ∈ (0, 1].
 
-U is never 0, and one in 2⁵³ is 1. `high` alone bounds E_i within 2⁻³² / U, so a scan can decide from 32 bits and only candidates need
-the other 21. The variables are shared by the query heads of a kv head and do not depend on how keys are sharded (i is the position).
-The words must be fresh for every step and layer: the certificate conditions on q, K and V, which depend on earlier words.
+U is never 0, and one in 2⁵³ is 1. `high` alone bounds E_i within 2⁻³² / U, so a scan can decide from 32 bits and only
+candidates need the other 21. The variables are shared by the query heads of a kv head and do not depend on how keys
+are sharded (i is the position). The words must be fresh for every step and layer: the certificate conditions on q, K
+and V, which depend on earlier words.
 
-Independence of the U_i is that of the hash, as with every pseudo-random generator; `mix` is a 32-bit bijection with the xor-shift and
-multiply constants that a search for low avalanche bias gives (Wellons, "hash prospector", 2018).
+Independence of the U_i is that of the hash, as with every pseudo-random generator; `mix` is a 32-bit bijection with
+the xor-shift and multiply constants that a search for low avalanche bias gives (Wellons, "hash prospector", 2018).
 """
 
 import jax

@@ -1,22 +1,24 @@
 """4-bit block codes of keys, their metadata, and deterministic bounds of scores.
 
-A block is BLOCK = 64 consecutive keys. Channel c of a block has a step a (an 8-bit float, 3 mantissa bits, rounded up) and an
-integer zero z, and key i the code n ∈ 0 … 15, decoded as k̂ = a · (z + n). The zero is a multiple of the step, so it costs no
-second scale and no calibration.
+A block is BLOCK = 64 consecutive keys. Channel c of a block has a step a (an 8-bit float, 3 mantissa bits, rounded
+up) and an integer zero z, and key i the code n ∈ 0 … 15, decoded as k̂ = a · (z + n). The zero is a multiple of the
+step, so it costs no second scale and no calibration.
 
-What the codes miss is *measured*, from the stored codes, never assumed: per block the largest |k − k̂| ÷ (a / 2) (`residual_ratio`),
-per key ‖w ∘ (k − k̂)‖ (`residual_norm`, any positive weights w). So the bounds hold whatever was coded: clipped steps, outliers,
-subnormals. For a query q, with p = q ∘ a:
+What the codes miss is *measured*, from the stored codes, never assumed: per block the largest |k − k̂| ÷ (a / 2)
+(`residual_ratio`), per key ‖w ∘ (k − k̂)‖ (`residual_norm`, any positive weights w). So the bounds hold whatever was
+coded: clipped steps, outliers, subnormals. For a query q, with p = q ∘ a:
 
     q·k = Σ_c p_c (z_c + n_c) + q·(k − k̂),    |q·(k − k̂)| ≤ min( ratio/2 · Σ|p|,  ‖q / w‖ · ‖w ∘ (k − k̂)‖ ).
 
-The first sum is evaluated with an int8 query: p = step · p₈ + r, one step per head and half of the channels (`channel_order`), fixed
-over the blocks, and Σ r n = 7.5 Σ r ± 7.5 Σ|r|. The integer dots are exact. Float rounding is bounded by γ times the sum of the
-magnitudes, γ = (H + 32) 2⁻²³ (any order of summation; twice what two evaluations of ≤ H + 8 roundings need).
+The first sum is evaluated with an int8 query: p = step · p₈ + r, one step per head and half of the channels
+(`channel_order`), fixed over the blocks, and Σ r n = 7.5 Σ r ± 7.5 Σ|r|. The integer dots are exact. Float rounding
+is bounded by γ times the sum of the magnitudes, γ = (H + 32) 2⁻²³ (any order of summation; twice what two evaluations
+of ≤ H + 8 roundings need).
 
-Layout of `codes` in a block, chosen for dot products of 4 unsigned with 4 signed bytes: 16 keys side by side, a line of 64 bytes for 8
-channels. Byte b of the 32-bit lane k in line j holds position 4j + b of the channel order in its low nibble and position
-H/2 + 4j + b in its high nibble. `code_scale`, `code_zero` and `scale_max` are in channel order too.
+Layout of `codes` in a block, chosen for dot products of 4 unsigned with 4 signed bytes: 16 keys side by side, a line
+of 64 bytes for 8 channels. Byte b of the 32-bit lane k in line j holds position 4j + b of the channel order in its
+low nibble and position H/2 + 4j + b in its high nibble. `code_scale`, `code_zero` and `scale_max` are in channel
+order too.
 """
 
 import jax
@@ -51,7 +53,9 @@ def from_bf16_bits(bits: jax.Array) -> jax.Array:
 
 
 def norm_up(x: jax.Array) -> jax.Array:
-    """Upper bound of the Euclidean norm over the last axis (float32), whatever the order of summation and the magnitude."""
+    """Upper bound of the Euclidean norm over the last axis (float32), whatever the order of summation and the
+    magnitude.
+    """
     slack = 1 + (x.shape[-1] + 12) * 2.0**-23
     # Squares are taken relative to the largest entry: they neither underflow nor overflow.
     largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), jnp.float32(1e-30))
@@ -78,7 +82,8 @@ def encode_blocks(key: jax.Array, channel_weight: jax.Array, channel_order: jax.
     wanted = jnp.maximum((high - low) * jnp.float32(1 / 15), jnp.abs(low) * jnp.float32(1 / 127))
     scale_byte = encode_scale_up(wanted)
     scale = decode_scale(scale_byte)
-    # Written out: XLA divides by a broadcast scale through its inverse anyway, and the extension must code the same bytes.
+    # Written out: XLA divides by a broadcast scale through its inverse anyway, and the extension must code the same
+    # bytes.
     inverse = 1 / scale
     zero = jnp.clip(jnp.floor(low / scale + jnp.float32(0.5)), -128, 127)
     codes = jnp.clip(jnp.round(ordered * inverse[..., None, :]) - zero[..., None, :], 0, 15)

@@ -1,7 +1,7 @@
 """The whole certified step in jnp: `implementation="xla"`. The readable definition, and the oracle of the tests.
 
-It reads every key and masks, so it is as slow as dense attention; what it reports as read is what an implementation that
-skips would read. Cost: O(B N S H) plus O(B N S) per level evaluated; memory O(B N S).
+It reads every key and masks, so it is as slow as dense attention; what it reports as read is what an implementation
+that skips would read. Cost: O(B N S H) plus O(B N S) per level evaluated; memory O(B N S).
 """
 
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from certjax.certificate import TINY
 from certjax.perturbation import exponentials
 from certjax.quantization import from_bf16_bits, score_bounds
 from certjax.types import BLOCK, Certificate, Config, Hint, KVCache
+
 
 class State(NamedTuple):
     """Loop over levels; fields [B, K, G] unless said otherwise."""

@@ -115,7 +115,8 @@ class KVCache:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, K, S, H)."""
-        return self.key.shape
+        B, K, S, H = self.key.shape
+        return B, K, S, H
 
     @property
     def capacity(self) -> int:

@@ -58,17 +58,30 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("convert", help="convert a GGUF or safetensors model to a checkpoint")
     command.add_argument("src", metavar="SRC", help="a GGUF file, a safetensors file or index, or a downloaded folder")
     command.add_argument("dst", metavar="DST", help="folder of the new checkpoint")
-    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters (%(default)s)")
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters (%(default)s)"
+    )
     command.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
     command.set_defaults(run=_convert)
 
-    command = commands.add_parser("demo", help="read a document, generate with certified attention, print what was certified")
+    command = commands.add_parser(
+        "demo", help="read a document, generate with certified attention, print what was certified"
+    )
     command.add_argument("model", metavar="CHECKPOINT", help="folder made by `certjax convert`")
-    command.add_argument("--prompt", metavar="FILE", help="UTF-8 text to read (default: Python's own language reference)")
+    command.add_argument(
+        "--prompt", metavar="FILE", help="UTF-8 text to read (default: Python's own language reference)"
+    )
     command.add_argument("--context", type=int, default=8000, help="tokens of the text to read at most (%(default)s)")
     command.add_argument("--tokens", type=int, default=48, help="tokens to generate (%(default)s)")
-    command.add_argument("--epsilon", type=float, default=0.1, help="allowed error relative to the value scale M (%(default)s)")
-    command.add_argument("--delta", type=float, default=0.01, help="probability that anything certified is off, over the whole generation (%(default)s)")
+    command.add_argument(
+        "--epsilon", type=float, default=0.1, help="allowed error relative to the value scale M (%(default)s)"
+    )
+    command.add_argument(
+        "--delta",
+        type=float,
+        default=0.01,
+        help="probability that anything certified is off, over the whole generation (%(default)s)",
+    )
     command.add_argument("--replay", type=int, default=16, help="steps replayed against dense attention (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
     command.set_defaults(run=_demo)
@@ -79,7 +92,9 @@ def _main(args: argparse.Namespace) -> int:
     logging.set_verbosity(logging.WARNING)  # libraries report their progress at INFO
     try:
         args.run(args)
-    except ValueError as error:  # the caller's mistakes, in one line; anything else is a fault of ours and keeps its traceback
+    except (
+        ValueError
+    ) as error:  # the caller's mistakes, in one line; anything else is a fault of ours and keeps its traceback
         print(f"certjax: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -90,7 +105,9 @@ def _main(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console command."""
-    app.run(_main, argv=None if argv is None else list(argv), flags_parser=lambda words: _parser().parse_args(words[1:]))
+    app.run(
+        _main, argv=None if argv is None else list(argv), flags_parser=lambda words: _parser().parse_args(words[1:])
+    )
 
 
 if __name__ == "__main__":

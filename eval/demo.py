@@ -5,10 +5,11 @@ import sys
 import time
 from pathlib import Path
 
-import certjax
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import certjax
 from certjax.eval.progress import Progress
 from certjax.eval.replay import audited_attention
 from certjax.models import Tokenizer, checkpoints
@@ -46,14 +47,15 @@ def run(
     """
     if new_tokens < 3 or context < 1 or replay_steps < 1:
         raise ValueError(f"tokens must be ≥ 3, context and replay ≥ 1: got {new_tokens}, {context}, {replay_steps}")
-    text, source = _read_text(prompt_file)
+    text, source = read_text(prompt_file)
     loaded = checkpoints.load(checkpoint)
     if loaded.tokenizer is None:
         raise ValueError(f"{checkpoint}: has no tokenizer; convert a model that carries one")
     tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
     config = LlamaConfig.from_hf(loaded.config)
     model, dense_model, audited_model = (
-        load_model(loaded.params, config, attention=attention) for attention in ("certified", "dense", audited_attention)
+        load_model(loaded.params, config, attention=attention)
+        for attention in ("certified", "dense", audited_attention)
     )  # the weights are shared
     del loaded
     ids = tokenizer.encode(text)
@@ -63,11 +65,17 @@ def run(
     ids = ids[:context]
     room = config.max_positions - new_tokens
     if len(ids) > room:
-        raise ValueError(f"context of {len(ids)} tokens and {new_tokens} new ones exceed the model's {config.max_positions}; use --context {room}")
+        raise ValueError(
+            f"context of {len(ids)} tokens and {new_tokens} new ones exceed the model's {config.max_positions}; "
+            f"use --context {room}"
+        )
     heads, layers = config.num_heads, config.num_layers
     delta = certjax.delta_per_call(delta_total, heads=heads, layers=layers, steps=new_tokens)
     promise = certjax.Config(epsilon=epsilon, delta=delta)
-    print(f"{source}: {len(ids)} of {total} tokens; {layers} layers × {heads} query heads, ε = {epsilon}, δ = {delta_total} in all")
+    print(
+        f"{source}: {len(ids)} of {total} tokens; {layers} layers × {heads} query heads, ε = {epsilon}, "
+        f"δ = {delta_total} in all"
+    )
 
     caches = model.init_caches(1, len(ids) + new_tokens)
     start = time.monotonic()
@@ -76,7 +84,11 @@ def run(
     prefill_seconds = time.monotonic() - start
 
     rng = jax.random.key(seed)
-    print(f"… {tokenizer.decode(ids[-24:])}\033[1m" if sys.stdout.isatty() else f"… {tokenizer.decode(ids[-24:])} ⟶", end="", flush=True)
+    print(
+        f"… {tokenizer.decode(ids[-24:])}\033[1m" if sys.stdout.isatty() else f"… {tokenizer.decode(ids[-24:])} ⟶",
+        end="",
+        flush=True,
+    )
     certified, certified_rate = _generate(model, logits, caches, promise, new_tokens, rng, tokenizer)
     print("\033[0m" if sys.stdout.isatty() else "", flush=True)
     print("the same with dense attention …", file=sys.stderr, flush=True)
@@ -94,7 +106,12 @@ def run(
     return numbers
 
 
-def _read_text(prompt_file: str | None) -> tuple[str, str]:
+def read_text(prompt_file: str | None) -> tuple[str, str]:
+    """(text, what to call it) of a UTF-8 file, or of the language reference that every CPython carries.
+
+    Raises:
+      ValueError: the file cannot be read or is not UTF-8.
+    """
     if prompt_file is None:
         return "\n\n".join(pydoc_data.topics.topics.values()), "the Python language reference (pydoc_data.topics)"
     try:
@@ -116,7 +133,13 @@ def _generate(model, logits, caches, promise, count, rng, tokenizer=None) -> tup
             print(text.push(int(tokens[0])), end="", flush=True)
 
     result, _ = decode(
-        model, logits, jax.tree.map(jnp.copy, caches), max_new_tokens=count, rng=rng, certified_config=promise, stream=stream
+        model,
+        logits,
+        jax.tree.map(jnp.copy, caches),
+        max_new_tokens=count,
+        rng=rng,
+        certified_config=promise,
+        stream=stream,
     )
     if text is not None:
         print(text.flush(), end="", flush=True)
@@ -151,19 +174,22 @@ def _summary(certified, dense, replayed, delta, context, heads, layers) -> dict[
 
 
 def _print_table(n: dict[str, float], epsilon: float, delta_total: float) -> None:
-    rows = [
-        ("context", f"{n['context']} tokens, then {n['new_tokens']} generated"),
-        ("prefill (exact)", f"{n['prefill_tokens_per_s']:.0f} tokens/s"),
-        ("decode, dense", f"{n['dense_tokens_per_s']:.2f} tokens/s"),
-        ("decode, certified", f"{n['certified_tokens_per_s']:.2f} tokens/s ({certjax.choose_implementation()} implementation)"),
-        ("head-steps", f"{n['head_steps']}: {n['sampled_share']:.1%} sampled and certified, {n['exact_share']:.1%} exact, {n['uncertified']} without certificate"),
-        ("keys read per head", f"mean {n['keys_mean']:.0f}, median {n['keys_median']:.0f}, p90 {n['keys_p90']:.0f} of a pool of {n['pool']}"),
-        ("bytes read", f"{n['bytes_share']:.1%} of dense (metadata, keys, values; a model, not a measurement)"),
-        ("δ spent", f"{n['delta_spent']:.2g} of {delta_total:.2g} in all"),
-        ("same tokens as dense", f"the first {n['same_tokens']} of {n['new_tokens']}"),
-        ("replay against dense", f"{n['replayed_steps']} steps, {n['replayed_head_steps']} sampled head-steps: largest error {n['largest_error_over_epsilon']:.3f} ε, {n['violations']} violations"),
-    ]
-    width = max(len(name) for name, _ in rows)
+    rows = {
+        "context": "{context} tokens, then {new_tokens} generated",
+        "prefill (exact)": "{prefill_tokens_per_s:.0f} tokens/s",
+        "decode, dense": "{dense_tokens_per_s:.2f} tokens/s",
+        "decode, certified": "{certified_tokens_per_s:.2f} tokens/s ({implementation} implementation)",
+        "head-steps": "{head_steps}: {sampled_share:.1%} sampled and certified, {exact_share:.1%} exact, "
+        "{uncertified} without certificate",
+        "keys read per head": "mean {keys_mean:.0f}, median {keys_median:.0f}, p90 {keys_p90:.0f} of a pool of {pool}",
+        "bytes read": "{bytes_share:.1%} of dense (metadata, keys, values; a model, not a measurement)",
+        "δ spent": "{delta_spent:.2g} of {delta_total:.2g} in all",
+        "same tokens as dense": "the first {same_tokens} of {new_tokens}",
+        "replay against dense": "{replayed_steps} steps, {replayed_head_steps} sampled head-steps: "
+        "largest error {largest_error_over_epsilon:.3f} ε, {violations} violations",
+    }
+    facts = n | {"delta_total": delta_total, "implementation": certjax.choose_implementation()}
+    width = max(map(len, rows))
     print(f"\nε = {epsilon} (value measure: ‖ô − o‖ ≤ ε M)")
-    for name, value in rows:
-        print(f"  {name:<{width}}  {value}")
+    for name, text in rows.items():
+        print(f"  {name:<{width}}  {text.format(**facts)}")

@@ -27,7 +27,9 @@ class Progress:
         """Reports that `done` of `total` is done."""
         now = time.monotonic()
         rate = done / max(now - self._start, 1e-9)
-        self._last = f"{self._label}: {done}/{total} {self._unit}  {rate:.0f}/s  {(total - done) / max(rate, 1e-9):.0f} s left"
+        self._last = (
+            f"{self._label}: {done}/{total} {self._unit}  {rate:.0f}/s  {(total - done) / max(rate, 1e-9):.0f} s left"
+        )
         if self._terminal and (now - self._drawn > 0.2 or done == total):
             self._drawn = now
             print(f"\r\033[K{self._last}", end="", file=sys.stderr, flush=True)

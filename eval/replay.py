@@ -1,8 +1,9 @@
 """Replays certified decode steps against dense attention on the same inputs."""
 
-import certjax
 import jax
 import jax.numpy as jnp
+
+import certjax
 from certjax import reference
 from certjax.cache import from_storage
 
@@ -10,9 +11,9 @@ from certjax.cache import from_storage
 def audited_attention(query, cache, *, rng, hint, config):
     """A `DecodeAttention` that returns the certified result and, for every head, its observed error.
 
-    The extra statistics, float32 [B, N]: `error_over_epsilon`, ‖ô − o‖ / (ε M) for the value measure, ‖ô − o‖ / (ε ‖o‖) for
-    the output measure; `error_over_bound`, ‖ô − o‖ / error_bound. Both are 0 where the head is exact: its error is rounding. A
-    value above 1 is a violation. Cost: certified plus dense attention in jnp.
+    The extra statistics, float32 [B, N]: `error_over_epsilon`, ‖ô − o‖ / (ε M) for the value measure, ‖ô − o‖ / (ε
+    ‖o‖) for the output measure; `error_over_bound`, ‖ô − o‖ / error_bound. Both are 0 where the head is exact: its
+    error is rounding. A value above 1 is a violation. Cost: certified plus dense attention in jnp.
 
     Raises:
       ValueError: the denominator measure, which does not bound the output.

@@ -1,19 +1,31 @@
-"""The public op against dense attention in float64: certified errors, exactness, ragged rows, edge cases, transforms."""
+"""The public op against dense attention in float64: certified errors, exactness, ragged rows, edge cases,
+transforms."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
-from tests.shared import inputs
 
 import certjax
 from certjax.cache import from_storage
+from tests.shared import inputs
 
 KEY = jax.random.key(0)
 
 
-def _setup(family="gaussian", tokens=700, capacity=2048, kv_heads=2, groups=2, head_dim=16, dtype="float32", seed=0, batch=1, scale=3.0):
+def _setup(
+    family="gaussian",
+    tokens=700,
+    capacity=2048,
+    kv_heads=2,
+    groups=2,
+    head_dim=16,
+    dtype="float32",
+    seed=0,
+    batch=1,
+    scale=3.0,
+):
     key, value, query = inputs.draw(
         family, seed=seed, tokens=tokens, kv_heads=kv_heads, groups=groups, head_dim=head_dim, batch=batch
     )
@@ -40,7 +52,9 @@ def dense64(query, cache, span=None):
 
 class CertifiedErrorTest(chex.TestCase):
     @parameterized.product(
-        family=("gaussian", "outlier_channels", "duplicates"), measure=("value", "output", "denominator"), bounds=("scalar", "full")
+        family=("gaussian", "outlier_channels", "duplicates"),
+        measure=("value", "output", "denominator"),
+        bounds=("scalar", "full"),
     )
     def test_error_is_within_the_bound(self, family, measure, bounds):
         cache, query = _setup(family, tokens=2048)
@@ -82,14 +96,19 @@ class CertifiedErrorTest(chex.TestCase):
         key = jnp.full((1, 100, 1, 128), 60.0).at[:, ::2].multiply(-1)
         cache = certjax.prefill(cache, key, jnp.ones((1, 100, 1, 128)))
         query = jnp.full((1, 1, 2, 128), 60, jnp.float16)
-        for op in (lambda: certjax.decode_attention(query, cache, rng=KEY), lambda: certjax.dense_decode_attention(query, cache)):
+        for op in (
+            lambda: certjax.decode_attention(query, cache, rng=KEY),
+            lambda: certjax.dense_decode_attention(query, cache),
+        ):
             np.testing.assert_allclose(np.asarray(op().output, np.float32), 1, rtol=1e-3)
 
     def test_unbiased_denominator_and_fresh_samples(self):
         cache, query = _setup(tokens=2048)
         config = certjax.Config(epsilon=0.4, measure="value")
         keys = jax.random.split(KEY, 64)
-        norms = jax.jit(jax.vmap(lambda k: certjax.decode_attention(query, cache, rng=k, config=config).certificate.log_normalizer))(keys)
+        norms = jax.jit(
+            jax.vmap(lambda k: certjax.decode_attention(query, cache, rng=k, config=config).certificate.log_normalizer)
+        )(keys)
         ratio = np.exp(np.asarray(norms)[:, 0] - dense64(query, cache)[2])
         self.assertGreater(ratio.std(0).min(), 0)  # another key, another sample
         standard_error = ratio.std(0) / 8
@@ -268,12 +287,18 @@ class BadInputTest(chex.TestCase):
         cases = (
             ("query must be .*T=1", lambda: certjax.decode_attention(query[0], cache, rng=KEY)),
             ("query must be .*H=16", lambda: certjax.decode_attention(query[..., :8], cache, rng=KEY)),
-            ("N=3 heads: must be a positive multiple of the cache's K=2", lambda: certjax.decode_attention(query[:, :, :3], cache, rng=KEY)),
+            (
+                "N=3 heads: must be a positive multiple of the cache's K=2",
+                lambda: certjax.decode_attention(query[:, :, :3], cache, rng=KEY),
+            ),
             ("query must be bfloat16", lambda: certjax.decode_attention(query.astype(jnp.int32), cache, rng=KEY)),
             ("rng must be a key", lambda: certjax.decode_attention(query, cache, rng=jnp.zeros((2,), jnp.uint32))),
             ("hint.level must be", lambda: certjax.decode_attention(query, cache, rng=KEY, hint=hint)),
             ("implementation must be", lambda: certjax.decode_attention(query, cache, rng=KEY, implementation="cuda")),
-            ("no certified decode in this version", lambda: certjax.decode_attention(query, cache, rng=KEY, implementation="native")),
+            (
+                "no certified decode in this version",
+                lambda: certjax.decode_attention(query, cache, rng=KEY, implementation="native"),
+            ),
             ("epsilon must lie", lambda: certjax.Config(epsilon=0.0)),
             ("delta must lie", lambda: certjax.Config(delta=1.0)),
             ("measure must be one of", lambda: certjax.Config(measure="values")),
@@ -301,11 +326,24 @@ class BadInputTest(chex.TestCase):
     def test_every_knob_changes_something(self):
         cache, query = _setup(tokens=2048)
         base = certjax.Config(epsilon=0.3)
-        read = lambda c, hint=None: np.asarray(jax.tree.leaves(certjax.decode_attention(query, cache, rng=KEY, config=c, hint=hint).certificate.keys_read)[0])
+        read = lambda c, hint=None: np.asarray(
+            jax.tree.leaves(certjax.decode_attention(query, cache, rng=KEY, config=c, hint=hint).certificate.keys_read)[
+                0
+            ]
+        )
         reference = read(base)
         import dataclasses
 
-        for change in ({"epsilon": 0.2}, {"delta": 1e-6}, {"measure": "denominator"}, {"bounds": "full"}, {"window": 512}, {"sinks": 300}, {"attention_span": 1200}, {"scale": 0.05}):
+        for change in (
+            {"epsilon": 0.2},
+            {"delta": 1e-6},
+            {"measure": "denominator"},
+            {"bounds": "full"},
+            {"window": 512},
+            {"sinks": 300},
+            {"attention_span": 1200},
+            {"scale": 0.05},
+        ):
             self.assertTrue((read(dataclasses.replace(base, **change)) != reference).any(), change)
         late = certjax.Hint(jnp.full((1, 4), 100.0))
         self.assertTrue((read(base, late) != reference).any())

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
-from tests.shared import inputs
 
 import certjax
 from certjax.cache import from_storage
+from tests.shared import inputs
 
 METADATA = ("codes", "code_scale", "code_zero", "residual_ratio", "residual_norm", "value_size", "value_norm")
 

@@ -10,7 +10,9 @@ from certjax import perturbation
 
 def _uniform(words, n):
     high, low = perturbation.hash_bits(jnp.asarray(words, jnp.uint32), jnp.arange(n, dtype=jnp.uint32))
-    return ((np.asarray(high, np.uint64) << np.uint64(21)) + np.asarray(low, np.uint64) + 1).astype(np.float64) * 2.0**-53
+    return ((np.asarray(high, np.uint64) << np.uint64(21)) + np.asarray(low, np.uint64) + 1).astype(
+        np.float64
+    ) * 2.0**-53
 
 
 class HashTest(chex.TestCase):
@@ -63,7 +65,9 @@ class ExponentialTest(chex.TestCase):
         edge = np.array([0, 1, 2, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1], np.uint32)
         high = np.concatenate([edge, np.random.default_rng(0).integers(0, 2**32, 5000, dtype=np.uint32)])
         for low in (0, 2**20, 2**21 - 1):
-            got = np.asarray(perturbation.exponential(jnp.asarray(high), jnp.full(high.shape, low, jnp.uint32)), np.float64)
+            got = np.asarray(
+                perturbation.exponential(jnp.asarray(high), jnp.full(high.shape, low, jnp.uint32)), np.float64
+            )
             u = (high.astype(object) * 2**21 + low + 1).astype(object)
             complement = np.array([float(2**53 - int(x)) * 2.0**-53 for x in u])
             direct = np.array([float(x) * 2.0**-53 for x in u])

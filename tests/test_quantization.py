@@ -7,11 +7,11 @@ import numpy as np
 from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.shared import inputs
 
 import certjax
 from certjax import quantization
 from certjax.cache import from_storage
+from tests.shared import inputs
 
 
 class ByteTest(chex.TestCase):
@@ -58,11 +58,17 @@ class LayoutTest(chex.TestCase):
                 line, b = divmod(rest, 4)
                 byte = codes[i // 16, line, 4 * (i % 16) + b]
                 code = (byte >> 4) if half else (byte & 15)
-                self.assertLessEqual(abs(scale[position] * (zero[position] + float(code)) - key[0, i, order[position]]), scale[position] / 2)
+                self.assertLessEqual(
+                    abs(scale[position] * (zero[position] + float(code)) - key[0, i, order[position]]),
+                    scale[position] / 2,
+                )
 
     @parameterized.parameters(1.0, 1e-3, 300.0)
     def test_residuals_are_half_a_step(self, size):
-        key = size * jax.random.normal(jax.random.key(0), (3, 64, 48)) + size * 5 * jnp.sin(jnp.arange(48.0))[None, None, :]
+        key = (
+            size * jax.random.normal(jax.random.key(0), (3, 64, 48))
+            + size * 5 * jnp.sin(jnp.arange(48.0))[None, None, :]
+        )
         out = quantization.encode_blocks(key[None], jnp.ones((1, 48)), jnp.arange(48)[None])
         self.assertLessEqual(float(out["residual_ratio"].max()), 1.0001)
 
@@ -79,7 +85,9 @@ class BoundTest(chex.TestCase):
     @given(st.integers(0, 10**6), st.floats(-30, 30), st.floats(0, 12))
     def test_bound_holds_for_shifted_and_spread_channels(self, seed, shift, spread):
         rng = np.random.default_rng(seed)
-        key = rng.normal(size=(1, 64, 1, 16)) * np.exp(spread * rng.random((1, 1, 1, 16))) + shift * rng.normal(size=(1, 1, 1, 16))
+        key = rng.normal(size=(1, 64, 1, 16)) * np.exp(spread * rng.random((1, 1, 1, 16))) + shift * rng.normal(
+            size=(1, 1, 1, 16)
+        )
         cache = certjax.init_cache(batch=1, kv_heads=1, head_dim=16, capacity=64, dtype="float32")
         cache = certjax.prefill(cache, jnp.asarray(key, jnp.float32), jnp.zeros((1, 64, 1, 16)))
         _assert_bounds(cache, jnp.asarray(rng.normal(size=(1, 1, 2, 16)), jnp.float32))

@@ -1,8 +1,9 @@
 """Rotary position embedding: frequencies, angles at long range, and the rotation itself.
 
-A float32 product of position and frequency is off by up to 4e-3 radians at position 10⁵, and the implementations that models
-are trained and published with compute just that. So there are two kinds of angles: "reference" rounds step by step as the
-reference implementation does, for the same logits at every position; "exact" is accurate to 1e-6 whatever the position.
+A float32 product of position and frequency is off by up to 4e-3 radians at position 10⁵, and the implementations that
+models are trained and published with compute just that. So there are two kinds of angles: "reference" rounds step by
+step as the reference implementation does, for the same logits at every position; "exact" is accurate to 1e-6 whatever
+the position.
 """
 
 import math

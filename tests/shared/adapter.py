@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from certjax import certificate, estimator, levels
-from certjax.certificate import Moments
 from certjax.estimator import Prediction, Scores
-
 
 # Compiled once each: op by op they take most of the suite's time.
 _range_factor = jax.jit(certificate.range_factor)
@@ -38,7 +36,9 @@ def _inputs(head, exponentials, scan=None, scan_error=0.0):
     exact = _f32(head.scores - reference)[None, None, None]
     scores = Scores(
         exact=jnp.broadcast_to(exact, (len(exponentials), 1, 1, exact.shape[-1])),
-        estimate=exact if scan is None else _f32(np.broadcast_to(scan, head.scores.shape) - reference)[None, None, None],
+        estimate=exact
+        if scan is None
+        else _f32(np.broadcast_to(scan, head.scores.shape) - reference)[None, None, None],
         half_width=_f32(np.broadcast_to(scan_error, head.scores.shape))[None, None, None],
         pool=jnp.asarray(~head.exact)[None, None, None],
         window=jnp.asarray(head.exact)[None, None, None],
@@ -54,7 +54,9 @@ def _inputs(head, exponentials, scan=None, scan_error=0.0):
         size=row(head.nu),
         norm=row(np.linalg.norm(head.values, axis=-1)),
     )
-    log_size = 0.5 * jnp.log(values.size**2 + jnp.float32(head.r0) ** 2) if head.norm_size else jnp.zeros_like(values.size)
+    log_size = (
+        0.5 * jnp.log(values.size**2 + jnp.float32(head.r0) ** 2) if head.norm_size else jnp.zeros_like(values.size)
+    )
     return scores, values, log_size
 
 
@@ -70,7 +72,16 @@ def _level(scores, values, log_size, prediction, log_tau, cap):
     r1 = drawn.miss**2 * drawn.weight**2
     first_scatter = jnp.einsum("bkgs,bksh,bksi->bkghi", r1, values.centered, values.centered)
     whole = levels.sums(drawn, values, every)
-    return whole, levels.matrix_sums(drawn, values), known, keys, drawn.light.sum(-1), first_scatter, certain.capped, sampled.capped
+    return (
+        whole,
+        levels.matrix_sums(drawn, values),
+        known,
+        keys,
+        drawn.light.sum(-1),
+        first_scatter,
+        certain.capped,
+        sampled.capped,
+    )
 
 
 def level_statistics(head, tau, exponentials, y_cap):

@@ -75,7 +75,8 @@ class TablesTest(parameterized.TestCase):
 
     @parameterized.parameters(*ROPES)
     def test_reference_angles_are_float32_products(self, name):
-        # What the published implementations compute: right to float32 rounding of the angle, half a step of 10⁵ radians.
+        # What the published implementations compute: right to float32 rounding of the angle, half a step of 10⁵
+        # radians.
         frequency = inverse_frequencies(ROPES[name], 128)
         for positions, error in ((np.arange(64), 1e-5), (np.arange(131000, 131072), 2e-2)):
             cos, _ = rotary_tables(ROPES[name], 128, jnp.asarray(positions, jnp.int32))
