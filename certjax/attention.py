@@ -1,5 +1,6 @@
 """The public op: validate, choose an implementation, return output, certificate and hint."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,6 +10,7 @@ from certjax import _ffi, reference
 from certjax._dispatch import dispatch
 from certjax.cache import from_storage
 from certjax.perturbation import row_words
+from certjax.quantization import norm_up
 from certjax.types import AttentionResult, Certificate, Config, Hint, KVCache
 
 IMPLEMENTATIONS = ("native", "xla", "dense")
@@ -63,7 +65,8 @@ def decode_attention(
 
     Returns:
       AttentionResult. Rows of length 0 give zeros and a trivial certificate; rows whose query, keys or values hold
-      NaN or inf, and rows that overflowed, give NaN and `certified=False`.
+      NaN or inf, and rows that overflowed, give NaN and `certified=False`; so do heads whose scores or sums overflow
+      float32, or whose output overflows the query's dtype. Rounding to that dtype is not part of `error_bound`.
 
     Raises:
       ValueError: wrong ranks, shapes or dtypes; heads that do not divide; an implementation that cannot run.
@@ -71,7 +74,7 @@ def decode_attention(
     Source: reference.py; mathematics in certificate.py and estimator.py.
     """
     config = Config() if config is None else config
-    B, K, _, H = cache.shape
+    B, K, _, _ = cache.shape
     grouped = _check_query(query, cache, config)
     words = row_words(rng, B, K)
     G = grouped.shape[2]
@@ -82,11 +85,10 @@ def decode_attention(
         hint = Hint(hint.level.reshape(B, K, G))
     if choose_implementation(implementation) == "dense":
         return dense_decode_attention(query, cache, config=config)
-    output, certificate, hint = reference.decode(grouped, cache, words, config, hint)
-    flat = lambda x: x.reshape(B, K * G)
-    return AttentionResult(
-        output.reshape(B, 1, K * G, H).astype(query.dtype), jax.tree.map(flat, certificate), Hint(flat(hint.level))
-    )
+    # The scale is in the query already: another one is no other program.
+    program = dataclasses.replace(config, scale=None)
+    output, certificate, hint = reference.decode(grouped, cache, words, program, hint)
+    return _finish(output, certificate, hint, query.dtype)
 
 
 def dense_decode_attention(
@@ -108,7 +110,7 @@ def dense_decode_attention(
       ValueError: as `decode_attention`.
     """
     config = Config() if config is None else config
-    B, K, _, H = cache.shape
+    H = cache.shape[3]
     grouped = _check_query(query, cache, config)
     G = grouped.shape[2]
 
@@ -126,26 +128,44 @@ def dense_decode_attention(
     if implementation is None and G > _ffi.MAX_GROUP:
         implementation = "xla"
     output, log_normalizer = dispatch(implementation, native, xla)(grouped, cache)
-    usable = (cache.valid & jnp.isfinite(grouped).all((1, 2, 3)))[:, None]
+    usable = (cache.valid & jnp.isfinite(grouped).all((1, 2, 3)))[:, None, None]
+    usable = usable & reference.finite(grouped, cache, output, log_normalizer)  # [B, K, G]
+    output = jnp.where(usable[..., None], output, jnp.nan)
     attended_keys = cache.length if config.attention_span is None else jnp.minimum(cache.length, config.attention_span)
-    output = jnp.where(usable[..., None, None], output, jnp.nan)
-    flat = lambda x: x.reshape(B, K * G)
-    everywhere = lambda x: jnp.broadcast_to(x, (B, K * G))
-    pool_keys = reference.masks(cache, config)[0].sum(-1)[:, 0]
+    row_bytes = (attended_keys * (2 * H * cache.key.dtype.itemsize)).astype(jnp.float32)
+    pool_keys = reference.masks(cache, config)[0].sum(-1).astype(jnp.int32)  # [B, 1, 1]
+    everywhere = lambda x: jnp.broadcast_to(x, usable.shape)
     certificate = Certificate(
-        certified=everywhere(usable),
-        exact=everywhere(usable),
-        error_bound=everywhere(jnp.where(usable, jnp.float32(0), jnp.inf)),
-        level=jnp.full((B, K * G), -1, jnp.int32),
-        threshold=jnp.full((B, K * G), -jnp.inf, jnp.float32),
-        keys_read=everywhere(pool_keys.astype(jnp.int32)),
-        candidates=everywhere(pool_keys.astype(jnp.int32)),
-        bytes_read=everywhere((attended_keys * (2 * H * cache.key.dtype.itemsize)).astype(jnp.float32)[:, None] / G),
-        log_normalizer=jnp.where(usable, flat(log_normalizer), jnp.nan),
-        value_scale_lower=jnp.where(usable, flat(jnp.sqrt((output**2).sum(-1))) * (1 - 1e-5), 0),  # M ≥ ‖o‖
+        certified=usable,
+        exact=usable,
+        error_bound=jnp.where(usable, jnp.float32(0), jnp.inf),
+        level=everywhere(jnp.int32(-1)),
+        threshold=everywhere(-jnp.inf),
+        keys_read=everywhere(pool_keys),
+        candidates=everywhere(pool_keys),
+        bytes_read=everywhere(row_bytes[:, None, None] / G),
+        log_normalizer=jnp.where(usable, log_normalizer, jnp.nan),
+        value_scale_lower=jnp.where(
+            usable, norm_up(output) * (1 - 2e-4), 0
+        ),  # M ≥ ‖o‖; norm_up is at most 1e-4 too large
     )
-    hint = Hint(jnp.full((B, K * G), -1, jnp.float32))
-    return AttentionResult(output.reshape(B, 1, K * G, H).astype(query.dtype), certificate, hint)
+    return _finish(output, certificate, Hint(everywhere(jnp.float32(-1))), query.dtype)
+
+
+def _finish(output: jax.Array, certificate: Certificate, hint: Hint, dtype) -> AttentionResult:
+    """From fields [B, K, G] to [B, N], the output in the query's dtype; what overflows that dtype is not certified."""
+    B, K, G, H = output.shape
+    certificate, hint = jax.tree.map(lambda x: x.reshape(B, K * G), (certificate, hint))
+    output = output.reshape(B, K * G, H).astype(dtype)
+    usable = certificate.certified & jnp.isfinite(output).all(-1)
+    certificate = dataclasses.replace(
+        certificate,
+        certified=usable,
+        exact=certificate.exact & usable,
+        error_bound=jnp.where(usable, certificate.error_bound, jnp.inf),
+        value_scale_lower=jnp.where(usable, certificate.value_scale_lower, 0),
+    )
+    return AttentionResult(jnp.where(usable[..., None], output, jnp.nan)[:, None], certificate, hint)
 
 
 def _check_query(query: jax.Array, cache: KVCache, config: Config) -> jax.Array:

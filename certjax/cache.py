@@ -115,7 +115,7 @@ def prefill(
         raise ValueError(f"lengths must be integers [B={B}]: got {jnp.result_type(lengths)} {jnp.shape(lengths)}")
     lengths = jnp.asarray(lengths, jnp.int32)
     _check_room(cache, lengths, T)
-    return _write(cache, key, value, lengths, query)
+    return _write(cache, key, value, lengths, query, calibrate=True)
 
 
 def append(
@@ -127,6 +127,9 @@ def append(
     implementation: str | None = None,
 ) -> KVCache:
     """Adds one token to every active row. O(1) in the capacity, in place when the cache is donated.
+
+    It never sets the value centre and the channel weights: a row that was not prefilled keeps 0 and 1, which are valid
+    but less sharp.
 
     Args:
       cache: KVCache; donate it.
@@ -157,7 +160,7 @@ def append(
         return _ffi.append(cache, one(key), one(value), active)
 
     def xla(cache, key, value, active):
-        return _write(cache, key, value, active.astype(jnp.int32), None)
+        return _write(cache, key, value, active.astype(jnp.int32), None, calibrate=False)
 
     return dispatch(implementation, native, xla)(cache, key, value, active)
 
@@ -206,9 +209,13 @@ def _update_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, count: jax
     return jax.lax.fori_loop(0, buffer.shape[0], row, buffer)
 
 
-@jax.jit  # one program outside jit too; inlined inside
-def _write(cache: KVCache, key: jax.Array, value: jax.Array, lengths: jax.Array, query: jax.Array | None) -> KVCache:
+@functools.partial(jax.jit, static_argnames="calibrate")  # one program outside jit too; inlined inside
+def _write(
+    cache: KVCache, key: jax.Array, value: jax.Array, lengths: jax.Array, query: jax.Array | None, *, calibrate: bool
+) -> KVCache:
     """The jnp definition of prefill and append."""
+    if not cache.shape[0]:
+        return cache
     S, T = cache.capacity, key.shape[1]
     here = jnp.arange(T)[None, :] < lengths[:, None]  # [B, T]
     stored = [jnp.swapaxes(to_storage(x, cache.dtype), 1, 2) for x in (key, value)]
@@ -218,7 +225,8 @@ def _write(cache: KVCache, key: jax.Array, value: jax.Array, lengths: jax.Array,
     valid = cache.valid & fits & (finite | ~here).all(1)
     count = jnp.where(valid, lengths, 0)
     mask = (here & valid[:, None])[:, None, :, None]  # [B, 1, T, 1]
-    cache = _calibrate(cache, key, value, mask, query)
+    if calibrate:
+        cache = _calibrate(cache, key, value, mask, query)
 
     norms = {
         "value_size": to_bf16_bits_up(norm_up(value - cache.value_center[:, :, None])),
@@ -242,6 +250,7 @@ def _calibrate(cache: KVCache, key, value, mask, query) -> KVCache:
         return jnp.where(mask, x, 0).sum(2) / total
 
     center = mean(value)
+    center = jnp.where(jnp.isfinite(center), center, 0)  # the sum may overflow
     spread = jnp.sqrt(mean((key - mean(key)[:, :, None]) ** 2))  # [B, K, H]
     weight = jnp.ones_like(spread)
     if query is not None:

@@ -102,8 +102,8 @@ def bennett_rate(x: jax.Array, variance: jax.Array, largest: jax.Array) -> jax.A
 
     R = (V / a²) h(a x / V) rises in x and falls in V and in a.
     """
-    variance = jnp.maximum(variance, TINY)
-    return variance / largest**2 * bennett(largest * x / variance)
+    ratio = jnp.maximum(variance / largest, TINY) / largest  # a larger variance only lowers the rate
+    return ratio * bennett(x / largest / ratio)
 
 
 def mixture_bound(beta: jax.Array, trace: jax.Array, top: jax.Array, log_z: jax.Array, head_dim: int) -> jax.Array:
@@ -286,27 +286,27 @@ def value_scale_squared_lower(
     known: Range,
     log_m: jax.Array,
 ) -> jax.Array:
-    """Event M (certificate.md 6.3): lower bound of μ = Σ a_i min(‖v_i‖², cap) ≤ M².
+    """Event M (certificate.md 6.3): lower bound of μ = Σ a_i min(‖v_i‖², cap) ≤ M². Sums are in units of cap.
 
     E exp(X ln(1 + x) − π x) ≤ 1 with x = λ g (y − μ), λ = ½ / (g_max cap), gives Ĥ − μ D̂ ≤ λ (T2 − 2 μ T1 + μ² T0) +
     L / λ (ln(1 + x) ≥ x − x² for x ≥ −½); the smallest μ that satisfies it is the positive root of a quadratic.
 
     Args:
-      total: Ĥ, Horvitz–Thompson sum of w min(‖v‖², cap), [...].
-      moments: T0, T1, T2 = Σ_S g² min(‖v‖², cap)^p.
+      total: Ĥ, Horvitz–Thompson sum of w min(‖v‖², cap) / cap, [...].
+      moments: T0, T1, T2 = Σ_S g² (min(‖v‖², cap) / cap)^p.
       denominator: D̂.
       cap: deterministic truncation of ‖v‖², > 0.
       known: Range; g ≤ τ / t_min for light keys.
       log_m: ln(1 / probability).
     """
     t0, t1, t2 = moments
-    lam = 0.5 / (known.tau / known.size_min * cap * OUTWARD)
+    lam = 0.5 / (known.tau / known.size_min * OUTWARD)
     constant = lam * t2 + log_m / lam - total
     slope = denominator - 2 * lam * t1
     root = jnp.sqrt(jnp.maximum(slope**2 - 4 * lam * t0 * constant, 0))
     # slope + root > 0 where constant < 0: root > |slope| if T0 > 0, and slope = D̂ > 0 if T0 = 0.
     low = -2 * constant / jnp.maximum(slope + root, TINY)
-    return jnp.where(constant < 0, low, 0) / (OUTWARD * OUTWARD)
+    return jnp.where(constant < 0, low, 0) * cap / (OUTWARD * OUTWARD)
 
 
 def denominator_interval(

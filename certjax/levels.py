@@ -52,8 +52,8 @@ class Sums(NamedTuple):
       exact_first: Σ w y, [B, K, G, H].
       sampled: Σ g over the sample.
       sampled_first: Σ g y.
-      capped: Ĥ = Σ (w or g) min(‖v‖², cap).
-      powers: T0, T1, T2 = Σ g² min(‖v‖², cap)^p.
+      capped: Ĥ = Σ (w or g) min(‖v‖², cap) / cap.
+      powers: T0, T1, T2 = Σ g² (min(‖v‖², cap) / cap)^p.
       variance: Moments of (1 − π) g².
     """
 
@@ -86,7 +86,7 @@ def sums(drawn: Sample, values: Values, cap: jax.Array) -> Sums:
     square = drawn.weight**2
     spread = drawn.miss * square
     first = estimator.weighted_rows(jnp.stack([drawn.exact_weight, drawn.weight, spread], 2), values.centered)
-    capped = jnp.minimum(values.square, cap[..., None])
+    capped = jnp.minimum(values.square / cap[..., None], 1)
     either = (drawn.exact_weight + drawn.weight) * capped
     powers = [square, square * capped, square * capped**2]
     # One reduction for all: every program that holds this compiles faster.
@@ -151,7 +151,8 @@ def evaluate_output(
         bound = certificate.claim("output", epsilon, size, jnp.zeros_like(size)) - budget.rounding * largest
         scale_lower = jnp.maximum(size - bound, 0)
     tight = jnp.maximum(bound, TINY)
-    b_max = jnp.minimum(2 * known.radius, known.radius + jnp.sqrt((center**2).sum(-1)))
+    x0 = jnp.sqrt((center**2).sum(-1))
+    b_max = jnp.minimum(2 * known.radius, known.radius + x0)
     b = certificate.grid(tight, b_max)
     shortfall = certificate.scalar_shortfall(level.variance, center, denominator, b, known, log("z1"), log("v1"))
     if budget.tier == "both":
@@ -164,7 +165,12 @@ def evaluate_output(
         second = certificate.matrix_shortfall(one, two, scatter, center, denominator, b, known, beta, *logs)
         shortfall = jnp.minimum(shortfall, second)
     # ô and o are at most b_max apart, so a claim as wide as that is true.
-    shortfall = jnp.where((bound > 0) & (tight >= b_max), 0, shortfall)
+    shortfall = jnp.where(tight >= b_max, 0, shortfall)
+    # Outside this range squares may flush to zero or overflow: the level proves nothing.
+    least, most = (known.tau * certificate.range_factor(x, known) for x in (x0, x0 + b_max))
+    sane = (least > 1e-12) & (most < 1e15) & (denominator > 1e-12) & (denominator < 1e15)
+    sane &= (tight * denominator > 1e-12) & (bound > 0) & jnp.isfinite(bound + scale_lower + size)
+    shortfall = jnp.where(sane & (shortfall < 1e30), shortfall, 1e30)  # a NaN is a failure
     return Outcome(center, denominator, bound, scale_lower, shortfall, _mass(scores, log_size, log_tau, drawn))
 
 
@@ -195,10 +201,13 @@ def evaluate_denominator(
     low, high = scan_interval(scores, drawn, log_tau, budget.log_inverse + jnp.log(2.0))
     middle = 2 * low * high / (low + high)
     relative = (high - low) / (high + low)  # |middle − D| ≤ relative · D
+    # The rounding of `low` and `high` is relative to the scan's sum, which may overshoot D.
+    overshoot = total(jnp.where(scores.pool, jnp.exp(jnp.where(scores.pool, scores.estimate, 0)), 0))
     weight = drawn.exact_weight + drawn.weight
     center = estimator.weighted_rows(weight, values.centered) / jnp.maximum(total(weight), TINY)[..., None]
-    usable = (low > 0) & jnp.isfinite(relative)
-    shortfall = jnp.where(usable, relative * certificate.MARGIN / budget.allowed, jnp.inf)
+    sane = (low > 1e-12) & (high < 1e15) & (overshoot < 30 * low)
+    shortfall = relative * certificate.MARGIN / budget.allowed
+    shortfall = jnp.where(sane & (shortfall < 1e30), shortfall, 1e30)
     mass = _mass(scores, log_size, log_tau, drawn)
     return Outcome(center, middle, relative + budget.rounding, jnp.zeros_like(middle), shortfall, mass)
 

@@ -57,10 +57,13 @@ def norm_up(x: jax.Array) -> jax.Array:
     magnitude.
     """
     slack = 1 + (x.shape[-1] + 12) * 2.0**-23
-    # Squares are taken relative to the largest entry: they neither underflow nor overflow.
-    largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), jnp.float32(1e-30))
-    scaled = x / largest
-    return largest[..., 0] * jnp.sqrt(jnp.sum(scaled * scaled, axis=-1)) * jnp.float32(slack)
+    # Powers of two keep the squares from under- and overflowing. Not the largest entry itself: XLA multiplies by its
+    # inverse, and flushes that to zero where it is subnormal.
+    largest = jnp.abs(x).max(-1, keepdims=True)
+    factor = jnp.where(largest > 1e15, 2.0**-80, jnp.where(largest < 1e-15, 2.0**80, 1.0)).astype(jnp.float32)
+    back = jnp.where(largest > 1e15, 2.0**80, jnp.where(largest < 1e-15, 2.0**-80, 1.0)).astype(jnp.float32)
+    scaled = x * factor
+    return jnp.sqrt(jnp.sum(scaled * scaled, axis=-1)) * jnp.float32(slack) * back[..., 0]
 
 
 def encode_blocks(key: jax.Array, channel_weight: jax.Array, channel_order: jax.Array) -> dict[str, jax.Array]:

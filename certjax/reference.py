@@ -13,7 +13,7 @@ from certjax import estimator, levels
 from certjax.cache import from_storage
 from certjax.certificate import TINY
 from certjax.perturbation import exponentials
-from certjax.quantization import from_bf16_bits, score_bounds
+from certjax.quantization import from_bf16_bits, norm_up, score_bounds
 from certjax.types import BLOCK, Certificate, Config, Hint, KVCache
 
 
@@ -63,6 +63,12 @@ def dense(scores: jax.Array, attended: jax.Array, value: jax.Array) -> tuple[jax
     return output, top + jnp.log(mass), square
 
 
+def finite(query: jax.Array, cache: KVCache, output: jax.Array, log_normalizer: jax.Array) -> jax.Array:
+    """Heads whose arithmetic did not overflow (bool [B, K, G]): of finite inputs scores and sums may be infinite."""
+    scores = norm_up(query) * cache.key_norm_max[:, :, None] < 1e37  # so that no partial sum of one overflows
+    return scores & jnp.isfinite(output).all(-1) & (log_normalizer < jnp.inf)
+
+
 @jax.jit  # one program outside jit too; inlined inside
 def decode(
     query: jax.Array, cache: KVCache, words: jax.Array, config: Config, hint: Hint | None
@@ -88,19 +94,10 @@ def decode(
     key = jnp.where(clean, from_storage(cache.key, cache.dtype), 0)
     value = jnp.where(clean, from_storage(cache.value, cache.dtype), 0)
     raw = exact_scores(query, key)
-
-    scores = _scores(query, cache, words, raw, pool, window)
-    centered = value - cache.value_center[:, :, None]
-    square = lambda x: (x * x).sum(-1)[:, :, None]
-    values = levels.Values(
-        centered,
-        cache.value_center[:, :, None],
-        square(centered),
-        square(value),
-        from_bf16_bits(cache.value_size)[:, :, None],
-        from_bf16_bits(cache.value_norm)[:, :, None],
-    )
-    reference = raw[..., :1] - scores.exact[..., :1]  # c
+    unit = _unit(cache, attended)
+    value = value / unit
+    scores, c = _scores(query, cache, words, raw, pool, window)
+    values = _values(cache, value, unit)
     state, prediction, log_size, count = _run_levels(query, cache, config, hint, scores, values, usable)
 
     exact = ~state.certified
@@ -108,39 +105,69 @@ def decode(
     exact_output, log_normalizer, scale_squared = jax.lax.cond(
         exact.any(), lambda: dense(raw, attended, value), lambda: nothing
     )
-    output = jnp.where(exact[..., None], exact_output, state.center + cache.value_center[:, :, None])
+    output = jnp.where(exact[..., None], exact_output, state.center + values.center) * unit
+    sampled_normalizer = c + jnp.log(jnp.maximum(state.denominator, TINY))
+    log_normalizer = jnp.where(exact, log_normalizer, sampled_normalizer)
+    usable &= finite(query, cache, output, log_normalizer)
     output = jnp.where(usable[..., None], output, jnp.nan)
     log_tau = estimator.log_threshold(state.level, prediction.mass, jnp.asarray(config.epsilon, jnp.float32))
     reads = _reads(cache, scores, log_size, log_tau, exact, count)
-    bound = jnp.where(exact, 0, state.bound)
-    sampled_normalizer = reference[..., 0] + jnp.log(jnp.maximum(state.denominator, TINY))
+    bound = state.bound
+    if config.measure != "denominator":
+        # The radius is about the weights that are used; real arithmetic is a rounding away, relative to M ≤ max ‖v‖.
+        largest = jnp.where(attended, values.norm, 0).max(-1)
+        bound = (bound + _rounding(query, cache) * largest) * unit[..., 0]
+    scale_lower = jnp.where(exact, jnp.sqrt(scale_squared) * (1 - 1e-5), state.scale_lower) * unit[..., 0]
     result = Certificate(
         certified=usable,
         exact=exact & usable,
-        error_bound=jnp.where(usable, bound, jnp.inf),
+        error_bound=jnp.where(usable, jnp.where(exact, 0, bound), jnp.inf),
         level=jnp.where(exact, -1, state.level),
         threshold=jnp.where(exact, -jnp.inf, log_tau),
         **reads,
-        log_normalizer=jnp.where(usable, jnp.where(exact, log_normalizer, sampled_normalizer), jnp.nan),
-        value_scale_lower=jnp.where(usable, jnp.where(exact, jnp.sqrt(scale_squared), state.scale_lower), 0),
+        log_normalizer=jnp.where(usable, log_normalizer, jnp.nan),
+        value_scale_lower=jnp.where(usable & jnp.isfinite(scale_lower), scale_lower, 0),
     )
     return output, result, Hint(level=state.sufficient)
 
 
-def _scores(query, cache, words, raw, pool, window) -> estimator.Scores:
+def _unit(cache: KVCache, attended: jax.Array) -> jax.Array:
+    """A power of two that is at least every ‖v‖ and ‖c0‖, [B, K, 1, 1]: in its units no square over- or underflows.
+
+    1 where there is none in float32's comfortable range: such values never certify, and are computed exactly.
+    """
+    norm = jnp.where(attended, from_bf16_bits(cache.value_norm)[:, :, None], 0).max(-1, keepdims=True)
+    largest = jnp.maximum(norm, norm_up(cache.value_center)[:, :, None, None])
+    usable = (largest > 1e-30) & (largest < 1e30)
+    return jnp.where(usable, jnp.exp2(jnp.ceil(jnp.log2(jnp.where(usable, largest, 1))) + 1), 1)
+
+
+def _values(cache: KVCache, value: jax.Array, unit: jax.Array) -> levels.Values:
+    """Values, already divided by `unit`, and what the certificate needs of them."""
+    center = cache.value_center[:, :, None] / unit
+    centered = value - center
+    square = lambda x: (x * x).sum(-1)[:, :, None]
+    size, norm = (from_bf16_bits(x)[:, :, None] / unit for x in (cache.value_size, cache.value_norm))
+    return levels.Values(centered, center, square(centered), square(value), size, norm)
+
+
+def _scores(query, cache, words, raw, pool, window) -> tuple[estimator.Scores, jax.Array]:
+    """Scores relative to c, and c [B, K, G]: a lower bound of the largest score, so that weights are not all tiny."""
     estimate, half_width = score_bounds(query, cache)
     # A clipped block may have an infinite half-width: a candidate at every level, never a NaN.
     known = pool & jnp.isfinite(estimate)
-    top = jnp.maximum(jnp.where(known, estimate, -jnp.inf).max(-1), jnp.where(window, raw, -jnp.inf).max(-1))
-    c = jnp.where(jnp.isfinite(top), top, 0)[..., None]
-    return estimator.Scores(
-        exact=raw - c,
-        estimate=jnp.where(known, estimate - c, -jnp.inf),
+    surely = jnp.where(known, estimate - half_width, -jnp.inf).max(-1)
+    top = jnp.maximum(surely, jnp.where(window, raw, -jnp.inf).max(-1))
+    c = jnp.where(jnp.isfinite(top), top, 0)
+    scores = estimator.Scores(
+        exact=raw - c[..., None],
+        estimate=jnp.where(known, estimate - c[..., None], -jnp.inf),
         half_width=jnp.where(known, half_width, jnp.inf),
         pool=pool,
         window=window,
         noise=exponentials(words, cache.capacity)[:, :, None],
     )
+    return scores, c
 
 
 def _run_levels(query, cache, config, hint, scores, values, usable):
@@ -177,7 +204,8 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         sufficient = estimator.LEVELS_PER_DOUBLING * jnp.log2(needed)
         # Small samples overstate the shortfall, so the jump is damped.
         jump = jnp.round(0.25 * estimator.LEVELS_PER_DOUBLING * jnp.log2(jnp.clip(out.shortfall, 1, 1e6)))
-        next_level = state.level + jnp.maximum(jump, 1).astype(jnp.int32)
+        # At least one level, in integers: the loop ends whatever the arithmetic gave.
+        next_level = state.level + jnp.maximum(jump.astype(jnp.int32), 1)
         too_many = (drawn.heavy | drawn.light).sum(-1) >= pool_keys // 2
         ended = passed | too_many | (next_level >= count)
         keep = lambda new, old: jnp.where(state.running.reshape(shape + (1,) * (new.ndim - 3)), new, old)

@@ -1,6 +1,7 @@
 """The console command `certjax`."""
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -105,6 +106,9 @@ def _main(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # ε and generated text must not end the program on a Latin-1 terminal
     app.run(
         _main, argv=None if argv is None else list(argv), flags_parser=lambda words: _parser().parse_args(words[1:])
     )

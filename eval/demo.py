@@ -37,30 +37,33 @@ def run(
       epsilon: allowed error relative to M (value measure).
       delta_total: probability that any certified head output of the generation is off.
       replay_steps: steps whose certified outputs are compared with dense attention on the same inputs.
-      seed: of the perturbations.
+      seed: of the perturbations, 0 … 2³² − 1.
 
     Returns:
       The numbers of the table.
 
     Raises:
-      ValueError: a file that is missing, empty or not UTF-8; no tokenizer; too many tokens for the model.
+      ValueError: a file that is missing, blank or not UTF-8; no tokenizer; too many tokens for the model; a number out
+        of its range.
     """
     if new_tokens < 3 or context < 1 or replay_steps < 1:
         raise ValueError(f"tokens must be ≥ 3, context and replay ≥ 1: got {new_tokens}, {context}, {replay_steps}")
+    for name, x in (("epsilon", epsilon), ("delta", delta_total)):
+        if not 0 < x < 1:
+            raise ValueError(f"{name} must lie in (0, 1): got {x}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must lie in 0 … {2**32 - 1}: got {seed}")
     text, source = read_text(prompt_file)
+    if not text.strip():
+        raise ValueError(f"{source}: holds no text")
     loaded = checkpoints.load(checkpoint)
     if loaded.tokenizer is None:
         raise ValueError(f"{checkpoint}: has no tokenizer; convert a model that carries one")
     tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
     config = LlamaConfig.from_hf(loaded.config)
-    model, dense_model, audited_model = (
-        load_model(loaded.params, config, attention=attention)
-        for attention in ("certified", "dense", audited_attention)
-    )  # the weights are shared
+    model = load_model(loaded.params, config)
     del loaded
     ids = tokenizer.encode(text)
-    if not ids:
-        raise ValueError(f"{source}: holds no text")
     total = len(ids)
     ids = ids[:context]
     room = config.max_positions - new_tokens
@@ -92,10 +95,11 @@ def run(
     certified, certified_rate = _generate(model, logits, caches, promise, new_tokens, rng, tokenizer)
     print("\033[0m" if sys.stdout.isatty() else "", flush=True)
     print("the same with dense attention …", file=sys.stderr, flush=True)
-    dense, dense_rate = _generate(dense_model, logits, caches, promise, new_tokens, rng)
+    dense, dense_rate = _generate(model.with_attention("dense"), logits, caches, promise, new_tokens, rng)
     print(f"replaying {replay_steps} steps against dense attention …", file=sys.stderr, flush=True)
     # At least as many tokens as statistics: entry t belongs to the step fed with token t.
-    replayed, _ = _generate(audited_model, logits, caches, promise, min(replay_steps, new_tokens - 1) + 1, rng)
+    audited = model.with_attention(audited_attention)
+    replayed, _ = _generate(audited, logits, caches, promise, min(replay_steps, new_tokens - 1) + 1, rng)
     numbers = _summary(certified, dense, replayed, delta, len(ids), heads, layers)
     numbers |= {
         "prefill_tokens_per_s": len(ids) / prefill_seconds,
@@ -150,7 +154,7 @@ def _generate(model, logits, caches, promise, count, rng, tokenizer=None) -> tup
 def _summary(certified, dense, replayed, delta, context, heads, layers) -> dict[str, float]:
     stats = {name: np.asarray(x) for name, x in certified.statistics.items()}
     sampled = stats["certified"] & ~stats["exact"]
-    keys, pool = stats["keys_read"], context - 64
+    keys = stats["keys_read"]
     over = np.asarray(replayed.statistics["error_over_epsilon"])
     return {
         "context": context,
@@ -162,7 +166,7 @@ def _summary(certified, dense, replayed, delta, context, heads, layers) -> dict[
         "keys_mean": float(keys.mean()),
         "keys_p90": float(np.percentile(keys, 90)),
         "keys_median": float(np.median(keys)),
-        "pool": pool,
+        "pool": round(float(np.asarray(dense.statistics["keys_read"]).mean())),  # dense reads all of it
         "bytes_share": float(stats["bytes_read"].sum() / np.asarray(dense.statistics["bytes_read"]).sum()),
         "delta_spent": certjax.delta_spent(delta, calls=int(sampled.sum())),
         "same_tokens": int((np.asarray(certified.tokens) == np.asarray(dense.tokens)).cumprod(-1).sum()),

@@ -19,12 +19,12 @@ class Progress:
         self._last = ""
 
     def __enter__(self) -> "Progress":
-        if not self._terminal:
-            print(f"{self._label} …", file=sys.stderr, flush=True)
         return self
 
     def __call__(self, done: int, total: int) -> None:
         """Reports that `done` of `total` is done."""
+        if not (self._last or self._terminal):
+            print(f"{self._label} …", file=sys.stderr, flush=True)
         now = time.monotonic()
         rate = done / max(now - self._start, 1e-9)
         self._last = (
@@ -35,4 +35,5 @@ class Progress:
             print(f"\r\033[K{self._last}", end="", file=sys.stderr, flush=True)
 
     def __exit__(self, *_) -> None:
-        print(f"\r\033[K{self._last}" if self._terminal else self._last, file=sys.stderr, flush=True)
+        if self._last:
+            print(f"\r\033[K{self._last}" if self._terminal else self._last, file=sys.stderr, flush=True)

@@ -153,7 +153,9 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
     if not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist; make it first")
     if path.exists() and not (overwrite and is_checkpoint(path)):
-        remedy = "give overwrite=True to replace it" if is_checkpoint(path) else "it is not a certjax checkpoint"
+        remedy = "it is not a certjax checkpoint"
+        if is_checkpoint(path):
+            remedy = "give overwrite=True (--overwrite on the command line) to replace it"
         raise ValueError(f"{path}: already exists; {remedy}, or choose another name")
     probe = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:

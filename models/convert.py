@@ -1,10 +1,11 @@
 """A downloaded model → a certjax checkpoint."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -52,9 +53,14 @@ def open_source(path: str | os.PathLike[str]) -> Source:
       path: a GGUF file, a safetensors file, the index of a sharded one, or a folder with safetensors.
 
     Raises:
-      ValueError: nothing of that kind, or damaged.
+      ValueError: nothing of that kind, damaged, or unreadable.
     """
     path = Path(path)
+    with _reading(path):
+        return _open(path)
+
+
+def _open(path: Path) -> Source:
     accepted = "a GGUF file, a .safetensors file, a .safetensors.index.json, or a folder that holds safetensors"
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder; expected {accepted}")
@@ -74,6 +80,15 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if path.name.endswith((".safetensors", ".safetensors.index.json")) or head[8:] == b"{":
         return read_safetensors(path)
     raise ValueError(f"{path}: not a model file known here (it starts with {head[:4]!r}); expected {accepted}")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What the operating system refuses becomes a ValueError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def convert(
@@ -136,7 +151,7 @@ def _read_as(
 def _fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in sorted(files):
-        with file.open("rb") as stream:
+        with _reading(file), file.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()}"

@@ -1,7 +1,7 @@
 """Text ↔ token ids."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tokenizers
@@ -23,11 +23,13 @@ class Tokenizer:
       vocab_size: number of tokens, added ones included. A model's embedding may have more rows.
 
     Raises:
-      ValueError: the content is not a tokenizer, or a begin-of-text token is wanted and not named.
+      ValueError: the content is not a tokenizer, a field of `tokenizer_config` is missing or of the wrong type, or a
+        begin-of-text token is wanted and not named.
     """
 
     def __init__(self, tokenizer: dict[str, Any], tokenizer_config: dict[str, Any]):
         self._tokenizer = build_tokenizer(tokenizer)
+        _check_config(tokenizer_config)
         self.bos_id: int | None = tokenizer_config["bos_token_id"]
         self.add_bos: bool = tokenizer_config["add_bos_token"]
         self.eos_ids: frozenset[int] = frozenset(tokenizer_config["eos_token_id"])
@@ -86,6 +88,19 @@ class TextStream:
     def _pending(self) -> str:
         told = self._tokenizer.decode(self._ids[: self._told], skip_special=self._skip_special)
         return self._tokenizer.decode(self._ids, skip_special=self._skip_special)[len(told) :]
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    is_id = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
+    fields: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "bos_token_id": (lambda x: x is None or is_id(x), "a token id or null"),
+        "eos_token_id": (lambda x: isinstance(x, list) and all(map(is_id, x)), "a list of token ids"),
+        "add_bos_token": (lambda x: isinstance(x, bool), "true or false"),
+    }
+    for name, (fits, expected) in fields.items():
+        if name not in config or not fits(config[name]):
+            got = repr(config[name]) if name in config else "nothing"
+            raise ValueError(f"tokenizer_config: {name} must be {expected}, got {got}")
 
 
 def build_tokenizer(content: dict[str, Any], name: str = "tokenizer.json") -> tokenizers.Tokenizer:

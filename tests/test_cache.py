@@ -106,6 +106,29 @@ class AppendTest(chex.TestCase):
             self.assertLessEqual(np.abs(a - b).max(), 1, name)
         chex.assert_trees_all_close(got.residual_ratio, want.residual_ratio, rtol=1e-5)
 
+    def test_a_row_filled_by_append_alone_is_the_same_natively(self):
+        _skip_without_extension(self, "native")
+        key, value, _ = _tokens(70)
+        caches = []
+        for implementation in ("native", "xla"):
+
+            @jax.jit
+            def run(cache, implementation=implementation):
+                def body(i, cache):
+                    one = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
+                    return certjax.append(cache, one(key), one(value), implementation=implementation)
+
+                return jax.lax.fori_loop(0, 70, body, cache)
+
+            caches.append(run(_cache()))
+        for name in ("key", "value_center", "channel_order", "channel_weight", "length"):
+            np.testing.assert_array_equal(getattr(caches[0], name), getattr(caches[1], name), err_msg=name)
+        for name in ("codes", "code_scale", "code_zero"):  # of the block that is full
+            a, b = (getattr(cache, name)[:, :, :1] for cache in caches)
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        a, b = (np.asarray(c.value_size, np.int64) for c in caches)
+        self.assertLessEqual(np.abs(a - b).max(), 1)
+
     @parameterized.parameters("native", "xla")
     def test_inactive_rows_stay(self, implementation):
         _skip_without_extension(self, implementation)

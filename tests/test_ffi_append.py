@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import threading
 import time
 
 import chex
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+import certjax
 from certjax import _ffi, quantization
 from certjax.cache import from_storage, to_storage
 from certjax.types import BLOCK
@@ -219,3 +221,33 @@ class InPlaceTest(chex.TestCase):
             cache = jax.block_until_ready(run(cache))
             print(f"append at capacity {capacity}: {(time.perf_counter() - start) / 1024 * 1e6:.2f} µs")
             np.testing.assert_array_equal(cache.length, [2048])
+
+
+def test_executions_of_one_program_do_not_share_descriptors():
+    """Four threads append to caches of their own with one compiled program: tasks must not look at the call's frame."""
+    rows, heads, head_dim = 128, 4, 64
+    step = jax.jit(lambda c, k, v: certjax.append(c, k, v, implementation="native"), donate_argnums=0)
+
+    def fresh():
+        return certjax.init_cache(batch=rows, kv_heads=heads, head_dim=head_dim, capacity=64, dtype=jnp.float32)
+
+    token = jnp.ones((rows, 1, heads, head_dim))
+    step(fresh(), token, token)
+    wrong = []
+
+    def work(thread):
+        for _ in range(20):
+            cache = fresh()
+            for t in range(4):
+                new = jnp.full((rows, 1, heads, head_dim), 1000.0 * thread + t)
+                cache = step(cache, new, -new)
+            want = np.broadcast_to((1000 * thread + np.arange(4.0))[None, None, :, None], (rows, heads, 4, head_dim))
+            wrong.append(int((np.asarray(cache.key)[:, :, :4] != want).sum()))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 80
+    assert sum(wrong) == 0

@@ -41,6 +41,16 @@ class ByteTest(chex.TestCase):
         self.assertEqual(float(quantization.from_bf16_bits(quantization.to_bf16_bits_up(jnp.float32(jnp.inf)))), np.inf)
 
 
+class NormTest(chex.TestCase):
+    @parameterized.parameters(1e-30, 1e-20, 1e-15, 1e-8, 1.0, 1e8, 1e15, 1e20, 1e37)
+    def test_norm_is_an_upper_bound_at_every_magnitude(self, size):
+        x = (np.random.default_rng(0).normal(size=(50, 64)) * size).astype(np.float32)
+        exact = np.linalg.norm(x.astype(np.float64), axis=-1)
+        for got in (quantization.norm_up(jnp.asarray(x)), jax.jit(quantization.norm_up)(x)):
+            self.assertTrue((np.asarray(got, np.float64) >= exact).all())
+            self.assertTrue((np.asarray(got, np.float64) <= exact * 1.0001).all())
+
+
 class LayoutTest(chex.TestCase):
     def test_nibbles_stand_where_the_page_says(self):
         H = 32

@@ -1,7 +1,8 @@
 """What a Llama-family model is: sizes, rotary embedding, biases, norms, windows; read from config.json."""
 
 import dataclasses
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 # Fields of config.json that say nothing about inference, or that are read elsewhere (token ids: the tokenizer's).
@@ -23,15 +24,16 @@ _INERT = (
     "transformers_version",
     "use_cache",
 )
-_SIZES = (
+_INTEGERS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "max_position_embeddings",
-    "rms_norm_eps",
 )
+_SIZES = (*_INTEGERS, "rms_norm_eps")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _COMMON = (*_SIZES, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings")
 _ROPE_PLACES = ("rope_theta", "rope_scaling", "rope_parameters", "rope_interleaved", "partial_rotary_factor")
 _QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
@@ -54,6 +56,10 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"), ()),
     "yarn": (("factor", "original_max_positions"), ("beta_fast", "beta_slow", "attention_factor")),
 }
+# What a file may say beside type and theta; one field has another name here.
+_ROPE_FIELDS = {"original_max_position_embeddings"} | {
+    name for required, optional in _ROPE_TYPES.values() for name in required + optional
+} - {"original_max_positions"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class RopeConfig:
         "exact" is accurate to 1e-6 at any position (they differ by up to 4e-3 radians at position 10⁵).
 
     Raises:
-      ValueError: unknown type or angles, a field missing, not positive, or not used by the type.
+      ValueError: unknown type or angles, a field missing, not positive and finite, or not used by the type.
     """
 
     theta: float = 10000.0
@@ -103,8 +109,8 @@ class RopeConfig:
                 problems.append(f"{field.name} is not used by this type")
             elif value is None and field.name in required:
                 problems.append(f"{field.name} is missing")
-            elif value is not None and not (_is_number(value) and value > 0):
-                problems.append(f"{field.name} must be a positive number, got {value!r}")
+            elif value is not None and not _is_positive_number(value):
+                problems.append(f"{field.name} must be a positive finite number, got {value!r}")
         if not problems and self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:  # type: ignore[operator]
             problems.append("high_freq_factor must exceed low_freq_factor")
         if problems:
@@ -162,8 +168,8 @@ class LlamaConfig:
                 problems.append(f"{field.name} must be a positive integer, got {value!r}")
             if field.type is bool and not isinstance(value, bool):
                 problems.append(f"{field.name} must be true or false, got {value!r}")
-        if not (_is_number(self.norm_eps) and self.norm_eps > 0):
-            problems.append(f"norm_eps must be a positive number, got {self.norm_eps!r}")
+        if not _is_positive_number(self.norm_eps):
+            problems.append(f"norm_eps must be a positive finite number, got {self.norm_eps!r}")
         if not problems:
             if self.num_heads % self.num_kv_heads:
                 problems.append(
@@ -192,7 +198,7 @@ class LlamaConfig:
           The validated configuration.
 
         Raises:
-          ValueError: unknown architecture; missing, unknown or unsupported fields, all of them named.
+          ValueError: unknown architecture; missing, unknown, unsupported or wrongly typed fields, all of them named.
         """
         family = _family(config)
         allowed = {*_COMMON, *_ROPE_PLACES, *_FAMILIES[family], *_INERT}
@@ -213,6 +219,12 @@ class LlamaConfig:
         }.items():
             if config.get(name) not in accepted:
                 problems.append(f"{name} = {config[name]!r} is not supported, expected {accepted[0]!r}")
+        problems += [
+            f"{name} must be {expected}, got {config[name]!r}"
+            for names, fits, expected in _JSON_TYPES
+            for name in names
+            if config.get(name) is not None and not fits(config[name])
+        ]
         if problems:
             raise ValueError(f"config.json: {'; '.join(problems)}")
 
@@ -225,7 +237,7 @@ class LlamaConfig:
                     f"num_attention_heads ({heads}) and head_dim is not given"
                 )
             head_dim = 128 if family == "qwen3" else config["hidden_size"] // heads
-        attention_bias = bool(config.get("attention_bias", False))
+        attention_bias = config.get("attention_bias") or False
         kv_heads = config.get("num_key_value_heads")
         return cls(
             vocab_size=config["vocab_size"],
@@ -238,32 +250,43 @@ class LlamaConfig:
             max_positions=config["max_position_embeddings"],
             norm_eps=config["rms_norm_eps"],
             rope=_read_rope(config),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=config.get("tie_word_embeddings") or False,
             qkv_bias=attention_bias or family == "qwen2",
             output_bias=attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=config.get("mlp_bias") or False,
             qk_norm=family == "qwen3",
             windows=_read_windows(config, family),
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_positive_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _is_positive_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+# Fields of config.json, the test that they must pass, and what that test asks for; null counts as absent.
+_JSON_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    ((*_INTEGERS, "num_key_value_heads", "head_dim"), _is_positive_int, "a positive integer"),
+    (("rms_norm_eps", "rope_theta"), _is_positive_number, "a positive finite number"),
+    (_FLAGS, lambda x: isinstance(x, bool), "true or false"),
+    (("rope_scaling", "rope_parameters"), lambda x: isinstance(x, Mapping), "an object"),
+    (("max_window_layers",), lambda x: x == 0 or _is_positive_int(x), "a non-negative integer"),
+    (("layer_types",), lambda x: isinstance(x, (list, tuple)), "a list"),
+)
+
+
 def _family(config: Mapping[str, Any]) -> str:
     family = config.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise ValueError(
             f"config.json: model_type {family!r} is not supported; expected one of {', '.join(_FAMILIES)}"
             " (other architectures compute something else, so their weights cannot be used)"
         )
-    architectures = config.get("architectures") or [_ARCHITECTURES[family]]
-    if list(architectures) != [_ARCHITECTURES[family]]:
+    architectures = config.get("architectures")
+    if architectures not in (None, [], [_ARCHITECTURES[family]]):
         raise ValueError(
             f"config.json: architectures {architectures!r} with model_type {family!r} is not supported; "
             f"expected [{_ARCHITECTURES[family]!r}]"
@@ -287,19 +310,19 @@ def _read_rope(config: Mapping[str, Any]) -> RopeConfig:
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(f"config.json: rope_theta is {outer} at top level and {inner} in the rotary parameters")
     theta = inner if inner is not None else outer
-    if kind not in _ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         raise ValueError(
             f"config.json: rotary type {kind!r} is not supported; expected one of {', '.join(_ROPE_TYPES)}"
         )
     if kind == "default":  # a file may keep the numbers of a scaling that it does not use
         rope = {name: value for name, value in rope.items() if (name, value) != ("factor", 1.0)}
+    unknown = sorted(set(rope) - _ROPE_FIELDS)
+    if unknown:
+        raise ValueError(f"config.json: rotary fields that certjax does not know: {', '.join(unknown)}")
     if "original_max_position_embeddings" in rope:
         rope["original_max_positions"] = rope.pop("original_max_position_embeddings")
     elif kind == "yarn":
         rope["original_max_positions"] = config["max_position_embeddings"]
-    unknown = sorted(set(rope) - {field.name for field in dataclasses.fields(RopeConfig)})
-    if unknown:
-        raise ValueError(f"config.json: rotary fields that certjax does not know: {', '.join(unknown)}")
     return RopeConfig(theta=10000.0 if theta is None else theta, rope_type=kind, **rope)
 
 
@@ -307,16 +330,19 @@ def _read_windows(config: Mapping[str, Any], family: str) -> tuple[int | None, .
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
         window = None
+    if window is not None and not _is_positive_int(window):
+        raise ValueError(f"config.json: sliding_window must be a positive integer or null, got {window!r}")
     types = config.get("layer_types")
     if types is None:
-        first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+        first = config.get("max_window_layers") if family in ("qwen2", "qwen3") else 0
+        first = 28 if first is None else first
         types = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in range(layers)]
     if len(types) != layers:
         raise ValueError(f"config.json: layer_types must have {layers} entries, got {len(types)}")
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
     if unknown:
         raise ValueError(
-            f"config.json: layer_types {', '.join(unknown)} not supported; expected full_attention or sliding_attention"
+            f"config.json: layer_types has {unknown[0]!r}, expected only full_attention or sliding_attention"
         )
     if window is None and "sliding_attention" in types:
         raise ValueError("config.json: layer_types has sliding_attention, but no sliding_window is in use")

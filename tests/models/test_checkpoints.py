@@ -112,7 +112,7 @@ def test_sharding_that_does_not_fit(tmp_path):
 def test_overwrites_only_when_told_and_only_checkpoints(tmp_path):
     path = save(tmp_path / "model")
     other = jax.tree.map(lambda a: a + 1, tree())
-    with pytest.raises(ValueError, match=r"already exists; give overwrite=True"):
+    with pytest.raises(ValueError, match=r"already exists; give overwrite=True \(--overwrite on"):
         save(path, other)
     chex.assert_trees_all_equal(checkpoints.load(path).params, tree())
     save(path, other, overwrite=True)

@@ -1,5 +1,7 @@
 """Conversion from every download format, and what it refuses."""
 
+import errno
+import importlib
 import json
 import os
 import shutil
@@ -18,6 +20,7 @@ from certjax.models.convert import convert, open_source
 from certjax.models.llama.config import LlamaConfig
 from certjax.models.llama.params import load_model, params_from_tensors
 
+convert_module = importlib.import_module("certjax.models.convert")  # the package's `convert` is the function
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 
@@ -55,7 +58,7 @@ def test_progress_and_overwriting(tmp_path):
     convert(GOLDEN / "llama2", tmp_path / "model", progress=lambda done, total: seen.append((done, total)))
     count = len(load_file(GOLDEN / "llama2" / "model.safetensors"))
     assert seen == [(i + 1, count) for i in range(count)]
-    with pytest.raises(ValueError, match=r"already exists; give overwrite=True"):
+    with pytest.raises(ValueError, match=r"give overwrite=True \(--overwrite on the command line\) to replace it"):
         convert(GOLDEN / "qwen3", tmp_path / "model")
     convert(GOLDEN / "qwen3", tmp_path / "model", overwrite=True)
     assert checkpoints.load(tmp_path / "model").config["model_type"] == "qwen3"
@@ -111,6 +114,21 @@ def test_content_decides(tmp_path, write_gguf):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(GOLDEN / "qwen3" / name, tmp_path / name.replace("model.safetensors", "weights"))
     assert open_source(tmp_path / "weights").config["model_type"] == "qwen3"
+
+
+def test_what_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "model").write_bytes(b"GGUF" * 4)
+
+    # A folder is the one thing that no user, root included, can read as a file.
+    with pytest.raises(ValueError, match=rf"{tmp_path}: cannot be read: Is a directory"):
+        convert_module._fingerprint([tmp_path])
+
+    def refuse(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"model: cannot be read: Input/output error"):
+        open_source(tmp_path / "model")
 
 
 def test_what_is_not_a_model(tmp_path, write_gguf):

@@ -92,6 +92,22 @@ def test_errors(make):
         Tokenizer({"version": "1.0"}, {})
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"tokenizer_config: bos_token_id must be a token id or null, got nothing"),
+        ({"bos_token_id": "<s>"}, r"bos_token_id must be a token id or null, got '<s>'"),
+        ({"bos_token_id": 0}, r"eos_token_id must be a list of token ids, got nothing"),
+        ({"bos_token_id": 0, "eos_token_id": None}, r"eos_token_id must be a list of token ids, got None"),
+        ({"bos_token_id": 0, "eos_token_id": [True]}, r"eos_token_id must be a list of token ids, got \[True\]"),
+        ({"bos_token_id": 0, "eos_token_id": [1], "add_bos_token": 1}, r"add_bos_token must be true or false, got 1"),
+    ],
+)
+def test_wrong_config(plain, config, message):
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(json.loads(plain._tokenizer.to_str()), config)
+
+
 @given(text=st.text() | st.text("é漢🎉 a1") | st.just(TEXT))
 def test_round_trip_and_stream(plain, text):
     ids = plain.encode(text)

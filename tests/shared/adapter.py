@@ -117,9 +117,9 @@ def level_statistics(head, tau, exponentials, y_cap):
     }
     for suffix, moments in (("0", level.variance), ("1", one), ("2", two)):
         stats |= {name + suffix: flat(x) for name, x in zip("Wmq", moments, strict=True)}
-    stats |= {f"T{p}": flat(x) for p, x in enumerate(level.powers)}
-    # The product needs their sum only.
-    stats |= {"H_e": flat(certain), "H_s": flat(sampled)}
+    # The product sums these in units of the cap.
+    stats |= {f"T{p}": flat(x) * y_cap**p for p, x in enumerate(level.powers)}
+    stats |= {"H_e": flat(certain) * y_cap, "H_s": flat(sampled) * y_cap}
     return stats
 
 

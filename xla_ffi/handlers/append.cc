@@ -41,12 +41,14 @@ enum Operand : size_t {
 // of a token and 2 ns for one channel of each of the 64 keys of a block that is coded.
 constexpr int64_t kSmall = 1 << 14;
 
+// Where the operands lie. Tasks may hold this, never an AnyBuffer: that refers to the call's own
+// descriptors, which another call of the same program reuses once this handler has returned.
 struct Operands {
-  std::vector<ffi::AnyBuffer> of;
+  std::vector<void*> data;
 
   template <typename T>
   T* At(Operand operand, int64_t offset) const {
-    return static_cast<T*>(of[operand].untyped_data()) + offset;
+    return static_cast<T*>(data[operand]) + offset;
   }
 };
 
@@ -56,17 +58,19 @@ ffi::Future Append(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   check.Require(args.size() == kOperands && rets.size() == kAliased,
                 "append takes 19 operands and gives 13 results");
   if (!check.ok()) return Failed(check.error());
+  std::vector<ffi::AnyBuffer> buffers;
   Operands x;
   for (size_t i = 0; i < kOperands; ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer) return Failed(buffer.error());
-    x.of.push_back(*buffer);
+    buffers.push_back(*buffer);
+    x.data.push_back(buffer->untyped_data());
   }
-  check.Require(x.of[kKey].dimensions().size() >= 4, "key must have at least 4 axes");
+  check.Require(buffers[kKey].dimensions().size() >= 4, "key must have at least 4 axes");
   if (!check.ok()) return Failed(check.error());
 
-  const Checker::Dims lead = LeadOf(x.of[kKey], 3);
-  const auto* ksh = x.of[kKey].dimensions().end() - 3;
+  const Checker::Dims lead = LeadOf(buffers[kKey], 3);
+  const auto* ksh = buffers[kKey].dimensions().end() - 3;
   const int64_t K = ksh[0], S = ksh[1], H = ksh[2], P = S / kBlock;
   const int64_t B = Product(lead);
   const ffi::DataType type = StorageType(storage);
@@ -77,7 +81,7 @@ ffi::Future Append(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   check.Require(type != ffi::DataType::INVALID, "storage is unknown: " + std::to_string(storage));
   const auto field = [&](const char* name, Operand i, ffi::DataType dtype,
                          std::initializer_list<int64_t> rest) {
-    check.Buffer(name, x.of[i], dtype, lead, rest);
+    check.Buffer(name, buffers[i], dtype, lead, rest);
   };
   using ffi::DataType;
   field("key", kKey, type, {K, S, H});
@@ -103,7 +107,7 @@ ffi::Future Append(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
     auto result = rets.get<ffi::AnyBuffer>(i);
     if (!result) return Failed(result.error());
     check.Require(
-        x.of[i].element_count() == 0 || (*result)->untyped_data() == x.of[i].untyped_data(),
+        buffers[i].element_count() == 0 || (*result)->untyped_data() == x.data[i],
         "a result does not share its operand's memory");
   }
   if (!check.ok()) return Failed(check.error());

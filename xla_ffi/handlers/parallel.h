@@ -56,7 +56,8 @@ inline std::atomic<int64_t>& SeenThreads() {
 }
 
 // Runs fn(0) … fn(tasks − 1), here or on the pool, in any order; the future is ready when all are
-// done. `fn` is copied: it must own what it needs (buffers live until the future is ready). A
+// done. `fn` is copied: it must own what it needs. The memory of buffers lives until the future is
+// ready, their descriptors do not: capture pointers, never an AnyBuffer. A
 // handler that waited for its tasks instead would hang on a pool of one thread.
 template <typename Fn>
 xla::ffi::Future ParallelFor(xla::ffi::ThreadPool& pool, int64_t tasks, bool small, Fn fn) {

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 from absl.testing import parameterized
@@ -98,11 +99,44 @@ class FromHfTest(parameterized.TestCase):
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, "keep one of them"),
         ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}}, "contradict"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta is 10000.0 at top level"),
-        ({"rope_theta": -1}, "theta must be a positive number"),
+        ({"rope_theta": -1}, "rope_theta must be a positive finite number, got -1"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, got 0"),
+        ({"hidden_size": "576"}, "hidden_size must be a positive integer, got '576'"),
+        ({"num_hidden_layers": "30"}, "num_hidden_layers must be a positive integer, got '30'"),
+        ({"num_hidden_layers": 30.0}, "num_hidden_layers must be a positive integer, got 30.0"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
+        ({"architectures": 5}, "architectures 5 with model_type 'llama' is not supported"),
+        ({"rope_scaling": ["a"]}, r"rope_scaling must be an object, got \['a'\]"),
+        ({"rope_scaling": "x"}, "rope_scaling must be an object, got 'x'"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rotary type \['yarn'\] is not supported"),
+        ({"rope_parameters": {"theta": 5}}, "rotary fields that certjax does not know: theta"),
+        ({"rope_scaling": LLAMA3 | {"angles": "exact"}}, "rotary fields that certjax does not know: angles"),
+        ({"rope_scaling": {"type": "linear", "original_max_positions": 5}}, "does not know: original_max_positions"),
+        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor must be a positive finite number, got inf"),
+        ({"rope_theta": math.inf}, "rope_theta must be a positive finite number, got inf"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a positive finite number, got inf"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive finite number, got nan"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
     )
     def test_refuses(self, fields, message):
         with pytest.raises(ValueError, match=message):
             LlamaConfig.from_hf(LLAMA | fields)
+
+    @parameterized.parameters(
+        ({"layer_types": 5}, "layer_types must be a list, got 5"),
+        ({"layer_types": [["full_attention"]] * 2}, r"layer_types has \['full_attention'\], expected only"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false, got 'yes'"),
+        ({"use_sliding_window": True, "sliding_window": "8"}, "sliding_window must be a positive integer or null"),
+        ({"max_window_layers": "1"}, "max_window_layers must be a non-negative integer, got '1'"),
+    )
+    def test_refuses_windows(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            of("qwen3", **fields)
+
+    def test_null_is_absent(self):
+        names = ("tie_word_embeddings", "attention_bias", "mlp_bias", "rope_scaling", "rope_theta", "head_dim")
+        assert of("llama", **dict.fromkeys(names)) == of("llama")
 
     def test_window_without_size(self):
         with pytest.raises(ValueError, match="no sliding_window is in use"):
@@ -131,7 +165,7 @@ class ConstructionTest(parameterized.TestCase):
         ({"rope_type": "su"}, "'su' is not supported"),
         ({"angles": "float32"}, 'angles must be "reference" or "exact"'),
         ({"factor": 2.0}, "factor is not used by this type"),
-        ({"rope_type": "linear", "factor": 0.0}, "factor must be a positive number"),
+        ({"rope_type": "linear", "factor": 0.0}, "factor must be a positive finite number"),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_positions is missing"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1.0}, "beta_fast is not used"),
     )
