@@ -128,6 +128,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_demo_says_how_large_the_pool_is(checkpoint, tmp_path, capsys):
     """All but the newest 64 tokens; over the three steps it grows from 101 − 64 to 103 − 64."""
     (tmp_path / "text").write_text("a" * 99)
