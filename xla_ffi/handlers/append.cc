@@ -106,9 +106,8 @@ ffi::Future Append(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   for (size_t i = 0; i < kAliased; ++i) {
     auto result = rets.get<ffi::AnyBuffer>(i);
     if (!result) return Failed(result.error());
-    check.Require(
-        buffers[i].element_count() == 0 || (*result)->untyped_data() == x.data[i],
-        "a result does not share its operand's memory");
+    check.Require(buffers[i].element_count() == 0 || (*result)->untyped_data() == x.data[i],
+                  "a result does not share its operand's memory");
   }
   if (!check.ok()) return Failed(check.error());
 
