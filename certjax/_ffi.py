@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from certjax.types import STORAGE, KVCache
+from certjax.types import STORAGE, Certificate, Config, Hint, KVCache
 
 MAX_GROUP = 16  # query heads of one kv head
 MAX_HEAD_DIM = 512
@@ -38,6 +38,8 @@ _ALIASED = (
     "valid",
 )
 _PLAIN = ("channel_weight", "channel_order", "value_center")
+# What a certified step reads, in the order of its operands.
+_READ = (*_ALIASED[:11], *_PLAIN, "length", "valid")
 
 
 def _runtime_version() -> tuple[int, int] | None:
@@ -243,3 +245,59 @@ def dense_decode(
     )
     out, log_normalizer = call(*operands, span=np.int64(span), **attributes)
     return out, log_normalizer
+
+
+_MEASURES = ("value", "output")  # the enum Measure of the native code
+
+
+def certified_decode(
+    query: jax.Array, cache: KVCache, words: jax.Array, config: Config, hint: Hint | None, *, isa: str | None = None
+) -> tuple[jax.Array, Certificate, Hint]:
+    """`certjax.reference.decode` in the extension.
+
+    Args:
+      query: float32 [B, K, G, H], multiplied by the softmax scale; G ≤ 16.
+      cache: the layer's cache.
+      words: uint32 [B, K, 4] (perturbation.py).
+      config: measure "value" or "output", tier 1 of the certificate.
+      hint: fields [B, K, G], or None.
+      isa: as in `append`.
+
+    Returns:
+      (output float32 [B, K, G, H], Certificate [B, K, G], Hint [B, K, G]). `candidates` counts the rows whose scores
+      were read for the whole group.
+
+    Raises:
+      ImportError: the extension is not loaded.
+      ValueError: a shape, dtype or the measure is wrong, or the level is not available.
+    """
+    B, K, S, H = cache.shape
+    _check_head_dim(cache)
+    G = query.shape[2] if query.ndim == 4 else 0
+    if not 1 <= G <= MAX_GROUP:
+        raise ValueError(f"query must be [B={B}, K={K}, G, H={H}] with G from 1 to {MAX_GROUP}: got {query.shape}")
+    _check("query", query, (B, K, G, H), jnp.float32)
+    _check("words", words, (B, K, 4), jnp.uint32)
+    if config.measure not in _MEASURES:
+        raise ValueError(f"measure must be one of {_MEASURES} in the extension: got {config.measure!r}")
+    level = jnp.zeros((B, K, G), jnp.float32) if hint is None else hint.level
+    _check("hint.level", level, (B, K, G), jnp.float32)
+    numbers = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), (B,)) for x in (config.epsilon, config.delta)]
+    fields = [getattr(cache, name) for name in _READ]
+    operands = _same_varying(query, *fields, words, *numbers, level)
+    heads = jax.typeof(operands[0][..., 0])
+    dtypes = {"certified": bool, "exact": bool, "level": jnp.int32, "keys_read": jnp.int32, "candidates": jnp.int32}
+    names = [field.name for field in dataclasses.fields(Certificate)]
+    results = [heads.update(dtype=jnp.dtype(dtypes.get(name, jnp.float32))) for name in (*names, "sufficient")]
+    call = jax.ffi.ffi_call(
+        "certjax_certified_decode", [jax.typeof(operands[0]), *results], vmap_method="broadcast_all"
+    )
+    output, *rest = call(
+        *operands,
+        measure=np.int32(_MEASURES.index(config.measure)),
+        window=np.int64(min(config.window, S)),
+        sinks=np.int64(min(config.sinks, S)),
+        span=np.int64(config.attention_span or 0),
+        **_attributes(cache, isa),
+    )
+    return output, Certificate(*rest[:-1]), Hint(level=rest[-1])

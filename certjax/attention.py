@@ -16,22 +16,28 @@ from certjax.types import AttentionResult, Certificate, Config, Hint, KVCache
 IMPLEMENTATIONS = ("native", "xla", "dense")
 
 
-def choose_implementation(implementation: str | None = None) -> str:
-    """The implementation that `decode_attention` uses for this argument.
+def choose_implementation(implementation: str | None = None, config: Config | None = None) -> str:
+    """The implementation that `decode_attention` uses on a CPU for these arguments.
+
+    None means "native" where the extension loads and supports the configuration, else "xla"; on other platforms the
+    program runs "xla".
 
     Raises:
       ValueError: the name is unknown, or the implementation cannot run here; the message says why.
     """
+    config = Config() if config is None else config
+    loaded, reason = _ffi.is_available()
+    if loaded and config.bounds == "full":
+        loaded, reason = False, 'the extension has no tier 2: use bounds="auto" or "scalar", or implementation="xla"'
+    if loaded and config.measure == "denominator":
+        loaded, reason = False, 'the extension has no measure "denominator": use implementation="xla"'
     match implementation:
-        case None | "xla":
-            return "xla"
-        case "dense":
-            return "dense"
-        case "native":
-            raise ValueError(
-                'implementation="native" has no certified decode in this version: its extension holds append and dense '
-                'decode; use "xla" or None'
-            )
+        case None:
+            return "native" if loaded else "xla"
+        case "native" if not loaded:
+            raise ValueError(f'implementation="native" is not available: {reason}')
+        case "native" | "xla" | "dense":
+            return implementation
         case _:
             raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}: got {implementation!r}")
 
@@ -83,11 +89,17 @@ def decode_attention(
         if shape != (B, K * G):
             raise ValueError(f"hint.level must be [B={B}, N={K * G}]: got {shape}; pass the hint of the same layer")
         hint = Hint(hint.level.reshape(B, K, G))
-    if choose_implementation(implementation) == "dense":
+    chosen = choose_implementation(implementation, config)
+    if implementation is None and G > _ffi.MAX_GROUP:
+        chosen = "xla"
+    if chosen == "dense":
         return dense_decode_attention(query, cache, config=config)
     # The scale is in the query already: another one is no other program.
     program = dataclasses.replace(config, scale=None)
-    output, certificate, hint = reference.decode(grouped, cache, words, program, hint)
+    if chosen == "native" and implementation is None:
+        chosen = None  # decided when the platform is known
+    step = dispatch(chosen, _ffi.certified_decode, reference.decode)
+    output, certificate, hint = step(grouped, cache, words, program, hint)
     return _finish(output, certificate, hint, query.dtype)
 
 

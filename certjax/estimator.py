@@ -134,7 +134,8 @@ def predict(
         largest = jnp.where(scores.pool, value_size, 0).max(-1)
         # Never 0, so that every size is positive: all values may equal the centre.
         offset = jnp.maximum(jnp.sqrt(0.5 * square), jnp.maximum(1e-4 * largest, 1e-12))
-        mass = total(weight * jnp.sqrt(value_size**2 + offset[..., None] ** 2))
+        # The root mean square of t for its mean: a little too large, and no second pass over the keys.
+        mass = pool_mass * jnp.sqrt(square + offset**2)
     denominator = pool_mass + window_mass
     scale_squared = (squares + window_squares) / jnp.maximum(denominator, TINY)
     return Prediction(mass, denominator, scale_squared, offset)

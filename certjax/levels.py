@@ -14,11 +14,14 @@ from certjax.types import Config
 
 
 class Values(NamedTuple):
-    """Values and their sizes. y = v − c0 [B, K, S, H], c0 [B, K, 1, H]; the others [B, K, 1, S]."""
+    """Values and their sizes. y = v − c0 [B, K, S, H], c0 [B, K, 1, H]; the others [B, K, 1, S].
+
+    `square` is ‖v‖²; `size` ≥ ‖y‖ and `norm` ≥ ‖v‖ come from metadata: second moments of y are taken from `size`, an
+    upper bound by less than 1 %, so that a sampled value needs no norm of its own.
+    """
 
     centered: jax.Array
     center: jax.Array
-    centered_square: jax.Array
     square: jax.Array
     size: jax.Array
     norm: jax.Array
@@ -91,7 +94,7 @@ def sums(drawn: Sample, values: Values, cap: jax.Array) -> Sums:
     powers = [square, square * capped, square * capped**2]
     # One reduction for all: every program that holds this compiles faster.
     exact, sampled, hat, t0, t1, t2, s0, s2 = estimator.totals(
-        drawn.exact_weight, drawn.weight, either, *powers, spread, spread * values.centered_square
+        drawn.exact_weight, drawn.weight, either, *powers, spread, spread * values.size**2
     )
     return Sums(exact, first[:, :, 0], sampled, first[:, :, 1], hat, (t0, t1, t2), Moments(s0, first[:, :, 2], s2))
 
@@ -101,7 +104,7 @@ def matrix_sums(drawn: Sample, values: Values) -> tuple[Moments, Moments, jax.Ar
     r1, r2 = drawn.miss**2 * drawn.weight**2, (1 + drawn.miss) * drawn.weight**2
     weighted = jnp.moveaxis(r2[..., None] * values.centered[:, :, None], -1, 3)  # [B, K, G, H, S]
     scatter = estimator.weighted_rows(weighted, values.centered)
-    w1, q1, w2, q2 = estimator.totals(r1, r1 * values.centered_square, r2, r2 * values.centered_square)
+    w1, q1, w2, q2 = estimator.totals(r1, r1 * values.size**2, r2, r2 * values.size**2)
     first = estimator.weighted_rows(jnp.stack([r1, r2], 2), values.centered)
     return Moments(w1, first[:, :, 0], q1), Moments(w2, first[:, :, 1], q2), scatter
 
@@ -109,7 +112,7 @@ def matrix_sums(drawn: Sample, values: Values) -> tuple[Moments, Moments, jax.Ar
 def known_range(scores: Scores, values: Values, prediction: Prediction, log_tau: jax.Array) -> Range:
     """Deterministic facts about the pool, from metadata: they never look at what was drawn."""
     every = jnp.ones_like(log_tau)
-    window = jnp.where(scores.window, jnp.sqrt(values.centered_square) * certificate.OUTWARD, 0).max(-1)
+    window = jnp.where(scores.window, values.size, 0).max(-1)
     largest = jnp.where(scores.pool, values.size, 0).max(-1)
     smallest = jnp.where(scores.pool, values.size, jnp.inf).min(-1)
     return Range(

@@ -12,8 +12,8 @@ coded: clipped steps, outliers, subnormals. For a query q, with p = q ∘ a:
 
 The first sum is evaluated with an int8 query: p = step · p₈ + r, one step per head and half of the channels
 (`channel_order`), fixed over the blocks, and Σ r n = 7.5 Σ r ± 7.5 Σ|r|. The integer dots are exact. Float rounding
-is bounded by γ times the sum of the magnitudes, γ = (H + 32) 2⁻²³ (any order of summation; twice what two evaluations
-of ≤ H + 8 roundings need).
+is bounded by γ times the sum of the magnitudes |p (z + n)| ≤ 144 |p|, γ = (H + 32) 2⁻²³ (any order of summation; twice
+what two evaluations of ≤ H + 8 roundings need).
 
 Layout of `codes` in a block, chosen for dot products of 4 unsigned with 4 signed bytes: 16 keys side by side, a line
 of 64 bytes for 8 channels. Byte b of the 32-bit lane k in line j holds position 4j + b of the channel order in its
@@ -144,7 +144,7 @@ def score_bounds(query: jax.Array, cache: KVCache) -> tuple[jax.Array, jax.Array
     by_step = 0.5 * cache.residual_ratio[:, :, None] * size.sum(-1)  # [B, K, G, P]
     by_norm = weighted[..., None] * from_bf16_bits(cache.residual_norm)[:, :, None]  # [B, K, G, S]
     residual = jnp.minimum(by_step[..., None], by_norm.reshape(estimate.shape))
-    rounding = 7.5 * jnp.abs(rest).sum((-2, -1)) + gamma * (size * (jnp.abs(zero) + 16)).sum(-1)
+    rounding = 7.5 * jnp.abs(rest).sum((-2, -1)) + 144 * gamma * size.sum(-1)  # |z + n| ≤ 144
     half_width = (rounding[..., None] + residual) * (1 + 4 * gamma)
     shape = (*query.shape[:3], -1)
     return estimate.reshape(shape), half_width.reshape(shape)

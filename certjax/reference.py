@@ -115,7 +115,7 @@ def decode(
     bound = state.bound
     if config.measure != "denominator":
         # The radius is about the weights that are used; real arithmetic is a rounding away, relative to M ≤ max ‖v‖.
-        largest = jnp.where(attended, values.norm, 0).max(-1)
+        largest = jnp.where(attended, values.size, 0).max(-1) + jnp.sqrt((values.center**2).sum(-1))
         bound = (bound + _rounding(query, cache) * largest) * unit[..., 0]
     scale_lower = jnp.where(exact, jnp.sqrt(scale_squared) * (1 - 1e-5), state.scale_lower) * unit[..., 0]
     result = Certificate(
@@ -145,10 +145,9 @@ def _unit(cache: KVCache, attended: jax.Array) -> jax.Array:
 def _values(cache: KVCache, value: jax.Array, unit: jax.Array) -> levels.Values:
     """Values, already divided by `unit`, and what the certificate needs of them."""
     center = cache.value_center[:, :, None] / unit
-    centered = value - center
-    square = lambda x: (x * x).sum(-1)[:, :, None]
+    square = (value * value).sum(-1)[:, :, None]
     size, norm = (from_bf16_bits(x)[:, :, None] / unit for x in (cache.value_size, cache.value_norm))
-    return levels.Values(centered, center, square(centered), square(value), size, norm)
+    return levels.Values(value - center, center, square, size, norm)
 
 
 def _scores(query, cache, words, raw, pool, window) -> tuple[estimator.Scores, jax.Array]:

@@ -48,8 +48,18 @@ def _demo(args: argparse.Namespace) -> None:
     )
 
 
+def _bench(args: argparse.Namespace) -> None:
+    from certjax.eval import latency
+
+    latency.run(**{name: value for name, value in vars(args).items() if name != "run"})
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse_flags.ArgumentParser(prog="certjax", description="Certified sparse attention for JAX on CPUs.")
+    parser = argparse_flags.ArgumentParser(
+        prog="certjax",
+        description="Certified sparse attention for JAX on CPUs.",
+        allow_abbrev=False,  # an option of a command, such as --n, is no abbreviation of absl's flags
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     command = commands.add_parser("doctor", help="print versions, ISA levels, threads, huge pages")
@@ -86,6 +96,27 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--replay", type=int, default=16, help="steps replayed against dense attention (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
     command.set_defaults(run=_demo)
+
+    command = commands.add_parser(
+        "bench",
+        help="time certified and dense attention and what frameworks offer",
+        description="Times a decode step of one kv head: certified, own dense, frameworks' calls, memory limits. "
+        "Threads cannot be set in the process: choose CPUs before it starts (taskset -c 0 certjax bench).",
+    )
+    command.add_argument("--full", action="store_true", help="the whole grid instead of a quick one")
+    command.add_argument("--n", nargs="+", metavar="N", help="cache lengths, such as 4096, 4K, 1M")
+    command.add_argument("--d", type=int, nargs="+", metavar="D", help="head dims")
+    command.add_argument("--g", type=int, nargs="+", metavar="G", help="query heads a kv head")
+    command.add_argument("--epsilon", type=float, nargs="+", metavar="E", help="allowed errors")
+    command.add_argument("--kinds", nargs="+", metavar="KIND", help="real, diffuse, peaked")
+    command.add_argument("--repeats", type=int, help="repetitions")
+    command.add_argument("--checkpoint", help="folder of a model that makes real caches")
+    command.add_argument("--prompt", dest="prompt_file", metavar="FILE", help="UTF-8 text that the model reads")
+    command.add_argument("--cache-dir", metavar="DIR", help="folder of .npz files with real keys, values and queries")
+    command.add_argument("--implementation", help="of the certified step (default: what decode_attention picks)")
+    command.add_argument("--json", dest="json_file", metavar="FILE", help="write everything there")
+    command.add_argument("--plot", dest="plot_file", metavar="FILE", help="draw to a .png or .svg (needs matplotlib)")
+    command.set_defaults(run=_bench)
     return parser
 
 

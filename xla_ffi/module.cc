@@ -35,6 +35,7 @@ NB_MODULE(_native, m) {
     nb::dict handlers;
     handlers["certjax_append"] = Handler(certjax_append);
     handlers["certjax_dense_decode"] = Handler(certjax_dense_decode);
+    handlers["certjax_certified_decode"] = Handler(certjax_certified_decode);
     return handlers;
   });
   m.def("build_info", [] {

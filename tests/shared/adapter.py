@@ -49,7 +49,6 @@ def _inputs(head, exponentials, scan=None, scan_error=0.0):
     values = levels.Values(
         centered=jnp.broadcast_to(centered, (len(exponentials), *centered.shape[1:])),
         center=_f32(head.center)[None, None, None],
-        centered_square=(centered**2).sum(-1)[:, :, None],
         square=row((head.values**2).sum(-1)),
         size=row(head.nu),
         norm=row(np.linalg.norm(head.values, axis=-1)),

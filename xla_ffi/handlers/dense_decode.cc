@@ -15,11 +15,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Keys of a task: part of the definition of the result, so independent of the number of threads. At
-// d 128 about half a megabyte, 30 to 60 µs: far above the cost of scheduling, small enough to
-// balance.
-constexpr int64_t kChunk = 1024;
-
 // Below this many multiply-adds (some 30 µs) the pool costs more than it gives.
 constexpr int64_t kSmall = 1 << 19;
 
@@ -86,7 +81,7 @@ ffi::Future DenseDecode(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuff
   int64_t total = 0, keys = 0;
   for (int64_t b = 0; b < B; ++b) {
     if (!usable(b)) continue;
-    total += K * ((keys_of(b) + kChunk - 1) / kChunk);
+    total += K * ((keys_of(b) + kDenseKeys - 1) / kDenseKeys);
     keys += K * keys_of(b);
   }
   auto job = std::make_shared<Job>();
@@ -111,7 +106,7 @@ ffi::Future DenseDecode(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuff
     }
     const int64_t first = static_cast<int64_t>(job->chunks.size());
     const int64_t n = keys_of(b);
-    const int64_t count = (n + kChunk - 1) / kChunk;
+    const int64_t count = (n + kDenseKeys - 1) / kDenseKeys;
     const DenseMerge merge = {job->acc.get() + first * G * H,
                               job->state.get() + first * G * 2,
                               count,
@@ -124,11 +119,11 @@ ffi::Future DenseDecode(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuff
       continue;
     }
     for (int64_t c = 0; c < count; ++c) {
-      const int64_t row = bk * S + (lengths[b] - n) + c * kChunk;
+      const int64_t row = bk * S + (lengths[b] - n) + c * kDenseKeys;
       const int64_t offset = row * H * StorageBytes(storage);
       job->chunks.push_back({q + bk * G * H, static_cast<const char*>(key.untyped_data()) + offset,
                              static_cast<const char*>(value.untyped_data()) + offset,
-                             std::min(kChunk, n - c * kChunk), group, head_dim,
+                             std::min(kDenseKeys, n - c * kDenseKeys), group, head_dim,
                              job->acc.get() + (first + c) * G * H,
                              job->state.get() + (first + c) * G * 2});
       job->merge_of.push_back(static_cast<int64_t>(job->merges.size()));

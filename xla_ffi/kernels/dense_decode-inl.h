@@ -7,12 +7,10 @@
 #ifndef CERTJAX_KERNELS_DENSE_DECODE_INL_H_
 #define CERTJAX_KERNELS_DENSE_DECODE_INL_H_
 
-#include "kernels/convert-inl.h"
+#include "kernels/math-inl.h"
 
 namespace certjax {
 namespace {
-
-constexpr float kInf = __builtin_inff();
 
 // Lane of element j of sixteen, after Load(const T*).
 template <typename T>
@@ -22,32 +20,6 @@ inline int LaneOf(int j) {
 template <>
 inline int LaneOf<Bf16>(int j) {
   return (j & 1) * 8 + j / 2;
-}
-
-// exp(x) for x ≤ 0, relative error below 3e-7; exactly 0 below −86, where 2ⁿ would leave the normal
-// range. Cody–Waite reduction by ln 2 in two parts, then the Taylor polynomial of degree 7 on
-// |r| ≤ ln 2 / 2 (remainder < 6e-9).
-inline F32x16 ExpNonPositive(F32x16 x) {
-  const F32x16 magic = Set1(0x1.8p23f);
-  const F32x16 t = Fma(x, Set1(0x1.715476p0f), magic);
-  const F32x16 n = Sub(t, magic);
-  F32x16 r = Fma(n, Set1(-0x1.62e4p-1f), x);
-  r = Fma(n, Set1(-0x1.7f7d1cp-20f), r);
-  F32x16 p = Set1(1.0f / 5040);
-  p = Fma(p, r, Set1(1.0f / 720));
-  p = Fma(p, r, Set1(1.0f / 120));
-  p = Fma(p, r, Set1(1.0f / 24));
-  p = Fma(p, r, Set1(1.0f / 6));
-  p = Fma(p, r, Set1(0.5f));
-  p = Fma(p, r, Set1(1.0f));
-  p = Fma(p, r, Set1(1.0f));
-  return ZeroBelow(x, -86.0f, ScaleByExponent(p, t));
-}
-
-inline float ExpNonPositive(float x) {
-  float lanes[kLanes];
-  Store(lanes, ExpNonPositive(Set1(x)));
-  return lanes[0];
 }
 
 // Brings the first bytes of 16 · chunks elements into the cache; harmless at any address.
@@ -182,10 +154,10 @@ void RunDenseChunk(const DenseChunk& a) {
       const float top = MaxLanes(score[g]);
       decay[g] = 1.0f;
       if (top > peak[g]) {
-        decay[g] = ExpNonPositive(peak[g] - top);
+        decay[g] = Exp(peak[g] - top);
         peak[g] = top;
       }
-      const F32x16 w = ExpNonPositive(Sub(score[g], Set1(peak[g])));
+      const F32x16 w = Exp(Sub(score[g], Set1(peak[g])));
       Store(weight[g], w);
       sum[g] = Fma(sum[g], Set1(decay[g]), w);
     }
@@ -226,7 +198,7 @@ void RunDenseMerge(const DenseMerge& a) {
     double sum[kMaxHeadDim] = {};
     for (int64_t c = 0; c < a.chunks; ++c) {
       const int64_t at = c * a.group + g;
-      const double w = ExpNonPositive(a.state[2 * at] - peak);
+      const double w = Exp(a.state[2 * at] - peak);
       total += w * a.state[2 * at + 1];
       const float* acc = a.acc + at * H;
       for (int x = 0; x < H; ++x) sum[x] += w * acc[x];

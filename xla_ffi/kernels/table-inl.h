@@ -5,6 +5,7 @@
 
 #include "kernels/append-inl.h"
 #include "kernels/dense_decode-inl.h"
+#include "kernels/evaluate-inl.h"
 
 #define CERTJAX_FOR_STORAGE(fn) {fn<Bf16>, fn<F16>, fn<float>}
 
@@ -12,7 +13,10 @@
   namespace certjax {                                                         \
   constexpr Kernels name = {                                                  \
       CERTJAX_FOR_STORAGE(RunDenseChunk), CERTJAX_FOR_STORAGE(RunDenseMerge), \
-      CERTJAX_FOR_STORAGE(RunAppendHead), CERTJAX_FOR_STORAGE(RunAllFinite)}; \
+      CERTJAX_FOR_STORAGE(RunAppendHead), CERTJAX_FOR_STORAGE(RunAllFinite),  \
+      CERTJAX_FOR_STORAGE(RunPrepare),    RunScan,                            \
+      CERTJAX_FOR_STORAGE(RunPlan),       CERTJAX_FOR_STORAGE(RunRead),       \
+      CERTJAX_FOR_STORAGE(RunEvaluate)};                                      \
   }
 
 #endif  // CERTJAX_KERNELS_TABLE_INL_H_

@@ -36,6 +36,11 @@ struct DenseChunk {
   float* state;  // [G, 2]
 };
 
+// Keys of a dense task: part of the definition of the result, so independent of the number of
+// threads. At d 128 about half a megabyte, 30 to 60 µs: far above the cost of scheduling, small
+// enough to balance.
+inline constexpr int64_t kDenseKeys = 1024;
+
 // Merges the partial results of consecutive chunks, in their order, in double.
 struct DenseMerge {
   const float* acc;    // [chunks, G, H]
@@ -65,12 +70,118 @@ struct AppendHead {
   int head_dim;
 };
 
+inline constexpr int kChunkBlocks = 64;                   // blocks of a scan task
+inline constexpr int kChunkKeys = kChunkBlocks * kBlock;  // part of the definition of the result
+inline constexpr int kSegment = kChunkKeys + kLanes;      // candidates of a chunk, padded
+
+// What a certified step promises; the fields of certjax.Config.
+enum Measure : int { kValue = 0, kOutput = 1 };
+
+struct Promise {
+  float epsilon, delta;
+  Measure measure;
+};
+
+// What the scan of a chunk says about one query head; sums are relative to exp(lower + reference),
+// and to `unit`.
+struct ScanSums {
+  float lower;    // largest certain lower bound of a score, relative to the reference
+  float mass;     // Σ w̃ over the predicted keys
+  float second;   // Σ w̃ ν²
+  float squares;  // Σ w̃ ‖v‖²
+};
+
+struct ScanChunk {
+  float size_min, size_max;  // of ν over the chunk's pool keys
+  double unit;               // power of two
+  ScanSums head[kMaxGroup];
+};
+
+// One query head while its levels run. Values are in the unit of the kv head.
+struct LevelState {
+  bool running, certified;
+  int level;
+  float c;            // deterministic reference: weights are exp(s − c)
+  float offset;       // r0
+  float mass, scale_squared;        // predictions of Z and M²
+  float log_tau;
+  float filter;       // candidates have upper + ln t at least this
+  float rounding;     // of float32 arithmetic, relative to M
+  float size_max, size_min, radius;  // Range of certificate.py
+  double window_mass, window_hat;    // Σ w and Σ w min(‖v‖² / cap, 1) over the window
+  float sufficient, bound, scale_lower, denominator;
+  int64_t keys;
+};
+
+// One kv head of one row in a certified step. Filled by the handler, then by the kernels in the
+// order Prepare, Scan (chunks), Plan, { Read (chunks), Evaluate (query heads) }*. Chunk and head
+// calls may run at the same time; what is marked with * they write only in their own part.
+struct CertifiedHead {
+  // The cache of this kv head; fields as in certjax/types.py.
+  const void *key, *value;
+  const uint8_t *codes, *code_scale;
+  const int8_t* code_zero;
+  const float* residual_ratio;
+  const uint16_t *residual_norm, *value_size, *value_norm;
+  const uint8_t* scale_max;
+  const float *channel_weight, *value_center;
+  const int32_t* channel_order;
+  float key_norm_max;
+  // The step. Pool: keys pool_begin … pool_end − 1, all in full blocks; the other attended keys are
+  // the window.
+  const float* query;  // [G, H], multiplied by the softmax scale
+  int group, head_dim, levels;
+  int64_t attend_begin, pool_begin, pool_end, attend_end, capacity;
+  uint32_t words[4];  // of perturbation.py
+  Promise promise;
+  // Workspace.
+  float* ordered;           // [G, H] in channel order
+  float* minus_step;        // [G, H], −step of the int8 query, and 1 / step
+  float* inverse_step;      // [G, H]
+  float* lane_query;        // [G, H] in lane order
+  float* lane_center;       // [H] value centre in units, in lane order
+  float* window_score;      // [G, window]
+  float* window_square;     // [window] ‖v‖² in units
+  double* window_first;     // [G, H] Σ w (v − c0), in lane order
+  uint16_t* upper;          // * [pool groups of 16, G, 16] float16 upper bounds of s + E − reference
+  float* estimate;          // * [chunks, kChunkBlocks + 3, G, 16]
+  ScanChunk* chunk;         // * [chunks]
+  int32_t* entries;         // * [chunks] candidates read so far
+  int32_t* index;           // * [chunks, kSegment] their keys
+  float* size;              // * ν in units
+  float* noise;             // * E
+  float* square;            // * ‖v‖² in units; −1 where the value was not read
+  float* score;             // * [chunks, G, kSegment] q·k
+  float* center;            // * [G, H] ô − c0 in units
+  float reference[kMaxGroup], residual_weight[kMaxGroup];
+  float window_size_max;
+  float center_norm;        // ‖c0‖ from above
+  double unit;
+  LevelState state[kMaxGroup];
+};
+
+inline int64_t WindowKeys(const CertifiedHead& a) {
+  return a.pool_begin - a.attend_begin + a.attend_end - a.pool_end;
+}
+inline int64_t FirstBlock(const CertifiedHead& a) { return a.pool_begin / kBlock; }
+inline int64_t Blocks(const CertifiedHead& a) {
+  return (a.pool_end + kBlock - 1) / kBlock - FirstBlock(a);
+}
+inline int64_t Chunks(const CertifiedHead& a) {
+  return (Blocks(a) + kChunkBlocks - 1) / kChunkBlocks;
+}
+
 // One ISA level. Arrays are indexed by Storage.
 struct Kernels {
   void (*dense_chunk[kStorages])(const DenseChunk&);
   void (*dense_merge[kStorages])(const DenseMerge&);
   void (*append_head[kStorages])(const AppendHead&);
   bool (*all_finite[kStorages])(const void*, int64_t count);
+  void (*prepare[kStorages])(CertifiedHead&);
+  void (*scan)(CertifiedHead&, int64_t chunk);
+  void (*plan[kStorages])(CertifiedHead&, const float* start_level);
+  void (*read[kStorages])(CertifiedHead&, int64_t chunk);
+  void (*evaluate[kStorages])(CertifiedHead&, int head);
 };
 
 extern const Kernels kScalarKernels;

@@ -1,0 +1,302 @@
+// One level of one query head: sums of the sample, the claim, and tier 1 of the certificate.
+// Included after read-inl.h. The definitions and proofs are those of certjax/levels.py and
+// certjax/certificate.py, function by function.
+#ifndef CERTJAX_KERNELS_EVALUATE_INL_H_
+#define CERTJAX_KERNELS_EVALUATE_INL_H_
+
+#include "kernels/read-inl.h"
+
+namespace certjax {
+namespace {
+
+constexpr float kOutward = 1.0f + 1e-5f;
+constexpr float kMargin = 1.0f + 0x1p-10f;
+constexpr int kGrid = 16;  // intervals, one a lane
+
+// levels.Sums without the window, and what the next level is chosen from.
+struct LevelSums {
+  double exact, sampled, hat, t0, t1, t2, s0, s2, mass;
+  int64_t keys;
+  double first[2][kMaxHeadDim];  // Σ a y and Σ (1 − π) g² y, in lane order
+};
+
+// Sampled values of which 16 at a time are added up.
+template <typename T>
+struct Pending {
+  const CertifiedHead& a;
+  const float per_unit;
+  LevelSums* const sums;
+  int n = 0, tiles = 0;
+  Tile<T> rows;
+  float weight[2][kLanes];
+  float acc[2 * kMaxHeadDim];
+
+  Pending(const CertifiedHead& head, LevelSums* out)
+      : a(head), per_unit(static_cast<float>(1 / head.unit)), sums(out) {
+    for (int x = 0; x < 2 * a.head_dim; ++x) acc[x] = 0.0f;
+  }
+
+  void Add(int32_t key, float value, float spread) {
+    rows.row[n] = static_cast<const T*>(a.value) + int64_t{key} * a.head_dim;
+    weight[0][n] = value;
+    weight[1][n] = spread;
+    if (++n == kLanes) Tile16();
+  }
+
+  void Tile16() {
+    TileCentered<T, 2>(rows, n, a.head_dim, weight, a.lane_center, per_unit, acc);
+    n = 0;
+    if (++tiles == 64) Fold();
+  }
+
+  void Fold() {  // in double, so that float32 rounding does not grow with the sample
+    if (n > 0) Tile16();
+    for (int w = 0; w < 2; ++w) {
+      for (int c = 0; c < a.head_dim; ++c) {
+        sums->first[w][c] += acc[w * a.head_dim + c];
+        acc[w * a.head_dim + c] = 0.0f;
+      }
+    }
+    tiles = 0;
+  }
+};
+
+template <typename T>
+void SumLevel(const CertifiedHead& a, int g, LevelSums* out) {
+  const LevelState& s = a.state[g];
+  const float cap = 4.0f * s.scale_squared > kTiny ? 4.0f * s.scale_squared : kTiny;
+  const F32x16 zero = Set1(0.0f), one = Set1(1.0f), c = Set1(s.c), largest = Set1(cap);
+  const F32x16 offset_square = Set1(s.offset * s.offset);
+  const F32x16 tau = Set1(Exp(s.log_tau));
+  Pending<T> pending(a, out);
+  const int64_t chunks = Chunks(a);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t base = chunk * kSegment;
+    const float* score = a.score + base * a.group + g * kSegment;
+    F32x16 sum[9];
+    for (F32x16& x : sum) x = zero;
+    for (int i = 0; i < a.entries[chunk]; i += kLanes) {
+      const F32x16 size = Load(a.size + base + i);
+      const F32x16 log_pi = LogPi(a, g, base + i, size);
+      const Mask16 out_of_sample = Less(Add(log_pi, Load(a.noise + base + i)), zero);
+      uint32_t drawn = ~Bits(out_of_sample) & 0xFFFF;
+      if (drawn == 0) continue;
+      const Mask16 light = Less(log_pi, zero);
+      const F32x16 square = Fma(size, size, offset_square);
+      const F32x16 heavy_weight = Select(light, zero, Exp(Sub(Load(score + i), c)));
+      const F32x16 light_weight =
+          Select(out_of_sample, zero, Select(light, Div(tau, Sqrt(square)), zero));
+      const F32x16 weight = Add(heavy_weight, light_weight);
+      const F32x16 capped = Select(out_of_sample, zero, Min(Div(Load(a.square + base + i), largest), one));
+      const F32x16 w2 = Mul(light_weight, light_weight);
+      const F32x16 spread = Mul(OneMinusExp(Min(log_pi, zero)), w2);
+      const F32x16 w2_capped = Mul(w2, capped);
+      sum[0] = Add(sum[0], heavy_weight);
+      sum[1] = Add(sum[1], light_weight);
+      sum[2] = Fma(weight, capped, sum[2]);
+      sum[3] = Add(sum[3], w2);
+      sum[4] = Add(sum[4], w2_capped);
+      sum[5] = Fma(w2_capped, capped, sum[5]);
+      sum[6] = Add(sum[6], spread);
+      sum[7] = Fma(spread, Mul(size, size), sum[7]);
+      sum[8] = Add(sum[8], Select(out_of_sample, zero, Select(light, one, Exp(log_pi))));
+      out->keys += __builtin_popcount(drawn);
+      float weights[kLanes], spreads[kLanes];
+      Store(weights, weight);
+      Store(spreads, spread);
+      for (; drawn != 0; drawn &= drawn - 1) {
+        const int j = __builtin_ctz(drawn);
+        pending.Add(a.index[base + i + j], weights[j], spreads[j]);
+      }
+    }
+    double* totals[9] = {&out->exact, &out->sampled, &out->hat, &out->t0, &out->t1,
+                         &out->t2,    &out->s0,      &out->s2,  &out->mass};
+    for (int x = 0; x < 9; ++x) *totals[x] += SumLanes(sum[x]);
+  }
+  pending.Fold();
+}
+
+// Σ ω ‖v − o‖² at most, over all o within b of ô.
+inline F32x16 SpreadUpper(double weight, double scatter, double far, F32x16 b) {
+  const F32x16 x = Add(Set1(static_cast<float>(far) * kOutward), b);
+  const F32x16 moved = Fma(Mul(x, x), Set1(static_cast<float>(weight)), Set1(static_cast<float>(scatter)));
+  return Mul(moved, Set1(weight > 0.0 ? kOutward : 0.0f));
+}
+
+// The root μ ≥ k of μ − k − k ln(μ / k) = L, from above.
+inline F32x16 MeanUpper(F32x16 k, float log_inverse) {
+  const F32x16 log_inv = Set1(log_inverse);
+  const F32x16 safe = Max(k, Set1(kTiny));
+  F32x16 mu = Add(Add(k, Sqrt(Mul(Mul(Set1(2.0f), k), log_inv))), log_inv);
+  const Mask16 none = Less(k, Set1(2 * kTiny));
+  for (int i = 0; i < 8; ++i) {
+    const F32x16 step = Sub(mu, k);
+    const F32x16 excess = Sub(Sub(step, Mul(k, Log1p(Div(Max(step, Set1(0.0f)), safe)))), log_inv);
+    const F32x16 slope = Sub(Set1(1.0f), Div(k, mu));
+    const F32x16 change = Div(Max(excess, Set1(0.0f)), Max(slope, Set1(kTiny)));
+    mu = Select(none, mu, Sub(mu, change));
+  }
+  return Mul(Max(mu, k), Set1(kOutward));
+}
+
+// h(y) = (1 + y) ln(1 + y) − y, from below.
+inline F32x16 Bennett(F32x16 y) {
+  const F32x16 series = Mul(Mul(y, y), Sub(Set1(0.5f), Mul(y, Set1(1.0f / 6))));
+  const F32x16 whole = Sub(Mul(Add(Set1(1.0f), y), Log1p(y)), y);
+  return Select(Less(y, Set1(0.02f)), series, whole);
+}
+
+struct RangeFactor {
+  F32x16 offset, size_max, size_min;
+
+  explicit RangeFactor(const LevelState& s)
+      : offset(Set1(s.offset)), size_max(Set1(s.size_max)), size_min(Set1(s.size_min)) {}
+
+  // rng(x): g ‖v − o‖ ≤ τ rng(x) for every light key and x ≥ ‖o − c0‖.
+  F32x16 operator()(F32x16 x) const {
+    const F32x16 wide = Mul(x, Set1(kOutward));
+    const F32x16 r = Div(wide, offset);
+    const F32x16 by_offset = Sqrt(Fma(r, r, Set1(1.0f)));
+    return Mul(Min(by_offset, Div(Add(size_max, wide), size_min)), Set1(kOutward));
+  }
+};
+
+inline float Lane0(F32x16 a) {
+  float lanes[kLanes];
+  Store(lanes, a);
+  return lanes[0];
+}
+
+// b* = b_0 < … < b_16 = b_max.
+inline void Grid(float tight, float b_max, float* b) {
+  float ratio = b_max / (tight > kTiny ? tight : kTiny);
+  ratio = ratio > 1.0f ? ratio : 1.0f;
+  const F32x16 power = Mul(ToFloat(Iota()), Set1(1.0f / kGrid));
+  Store(b, Mul(Set1(tight), Exp(Mul(Mul(power, power), Set1(Log(ratio))))));
+  const float last = b_max * kOutward;
+  b[0] = tight;
+  b[kGrid] = last > tight ? last : tight;
+}
+
+// Event M: lower bound of M².
+inline double ScaleSquaredLower(const LevelSums& s, const LevelState& h, double denominator,
+                                double hat, double cap, double tau, double log_m) {
+  const double lambda = 0.5 / (tau / h.size_min * kOutward);
+  const double constant = lambda * s.t2 + log_m / lambda - hat;
+  const double slope = denominator - 2 * lambda * s.t1;
+  const double under = slope * slope - 4 * lambda * s.t0 * constant;
+  const double root = __builtin_sqrt(under > 0.0 ? under : 0.0);
+  const double sum = slope + root > kTiny ? slope + root : kTiny;
+  return constant < 0.0 ? -2 * constant / sum * cap / (double{kOutward} * kOutward) : 0.0;
+}
+
+template <typename T>
+void RunEvaluate(CertifiedHead& a, int g) {
+  LevelState& s = a.state[g];
+  const int H = a.head_dim;
+  const bool value = a.promise.measure == kValue;
+  const float epsilon = a.promise.epsilon;
+  const double allowed = epsilon - s.rounding;
+  LevelSums sums = {};
+  SumLevel<T>(a, g, &sums);
+  s.keys = sums.keys;
+
+  const double tau = Exp(s.log_tau);
+  const double cap = 4.0f * s.scale_squared > kTiny ? 4.0f * s.scale_squared : kTiny;
+  double denominator = s.window_mass + sums.exact + sums.sampled;
+  denominator = denominator > kTiny ? denominator : kTiny;
+  const double spread_weight = sums.s0 > kTiny ? sums.s0 : kTiny;
+  float* center = a.center + g * H;
+  double size = 0.0, x0 = 0.0, far = 0.0, mean_square = 0.0, center_size = 0.0;
+  for (int x = 0; x < H; ++x) {
+    const int c = x % kLanes, lane = x - c + LaneOf<T>(c);
+    const double y = (a.window_first[g * H + lane] + sums.first[0][lane]) / denominator;
+    const double mean = sums.first[1][lane] / spread_weight;
+    const double c0 = a.lane_center[lane];
+    center[x] = static_cast<float>(y);
+    size += (y + c0) * (y + c0);
+    x0 += y * y;
+    far += (y - mean) * (y - mean);
+    mean_square += mean * mean;
+    center_size += c0 * c0;
+  }
+  size = __builtin_sqrt(size);
+  x0 = __builtin_sqrt(x0);
+  const double spread = sums.s2 * kOutward - sums.s0 * mean_square;
+
+  const double log_inverse = __builtin_log(static_cast<double>(a.levels > 1 ? a.levels : 1)) -
+                             __builtin_log(double{a.promise.delta});
+  const double log_z = log_inverse - __builtin_log(value ? 0.5 : 0.55);
+  const double log_v = log_inverse - __builtin_log(value ? 0.4 : 0.45);
+  double bound, scale_lower;
+  if (value) {
+    const double scale_squared =
+        ScaleSquaredLower(sums, s, denominator, s.window_hat + sums.hat, cap, tau,
+                          log_inverse - __builtin_log(0.1));
+    const double by_scale = allowed * __builtin_sqrt(scale_squared);
+    const double by_output = allowed * size / (1 + allowed);
+    bound = by_scale > by_output ? by_scale : by_output;
+    const double root = __builtin_sqrt(scale_squared);
+    scale_lower = root > size - bound ? root : size - bound;
+  } else {
+    const double largest = s.radius + __builtin_sqrt(center_size);  // ≥ M: rounding is relative to it
+    bound = epsilon * size / (1 + epsilon) - s.rounding * largest;
+    scale_lower = size - bound > 0.0 ? size - bound : 0.0;
+  }
+
+  const float tight = bound > kTiny ? static_cast<float>(bound) : kTiny;
+  const double wide = s.radius + x0 < 2.0 * s.radius ? s.radius + x0 : 2.0 * s.radius;
+  const float b_max = static_cast<float>(wide);
+  float b[kGrid + 1];
+  Grid(tight, b_max, b);
+  // Tier 1: every interval of the grid must be refuted.
+  const RangeFactor range(s);
+  const F32x16 upper = Load(b + 1);
+  const F32x16 largest =
+      Mul(Set1(static_cast<float>(tau)), range(Add(Set1(static_cast<float>(x0) * kOutward), upper)));
+  const F32x16 limit = Max(Mul(largest, largest), Set1(kTiny));
+  const F32x16 seen = SpreadUpper(sums.s0, spread > 0.0 ? spread : 0.0, __builtin_sqrt(far), upper);
+  const F32x16 variance = Mul(limit, MeanUpper(Div(seen, limit), static_cast<float>(log_v)));
+  const F32x16 ratio = Div(Max(Div(variance, largest), Set1(kTiny)), largest);
+  const F32x16 distance = Mul(Load(b), Set1(static_cast<float>(denominator)));
+  const F32x16 rate = Mul(ratio, Bennett(Div(Div(distance, largest), ratio)));
+  float rates[kLanes];
+  Store(rates, rate);
+  float least = rates[0];
+  bool number = true;
+  for (float r : rates) {
+    least = r < least ? r : least;
+    number = number && r == r;
+  }
+  double shortfall = (log_z + 0.69314718055994531) * kMargin / (least > kTiny ? least : kTiny);
+  if (tight >= b_max) shortfall = 0.0;  // ô and o are at most b_max apart
+  // Outside this range squares may flush to zero or overflow: the level proves nothing.
+  const double small = tau * Lane0(range(Set1(static_cast<float>(x0))));
+  const double large = tau * Lane0(range(Set1(static_cast<float>(x0 + wide))));
+  const bool sane = number && small > 1e-12 && large < 1e15 && denominator > 1e-12 &&
+                    denominator < 1e15 && tight * denominator > 1e-12 && bound > 0.0 &&
+                    __builtin_isfinite(bound + scale_lower + size);
+  if (!(sane && shortfall < 1e30)) shortfall = 1e30;
+
+  const bool passed = shortfall < 1.0;
+  const double first_size = FirstSize(epsilon);
+  const double needed = sums.mass * shortfall / first_size;
+  s.sufficient = passed ? static_cast<float>(2 * __builtin_log2(needed > kTiny ? needed : kTiny))
+                        : static_cast<float>(s.level);
+  s.denominator = static_cast<float>(denominator);
+  s.scale_lower = static_cast<float>(scale_lower);
+  s.bound = static_cast<float>(bound + s.rounding * (s.radius + __builtin_sqrt(center_size)));
+  s.certified = passed;
+  // Small samples overstate the shortfall, so the jump is damped.
+  const double damped = shortfall > 1.0 ? shortfall < 1e6 ? shortfall : 1e6 : 1.0;
+  const int jump = static_cast<int>(__builtin_rint(0.5 * __builtin_log2(damped)));
+  const int next = s.level + (jump > 1 ? jump : 1);
+  const bool too_many = sums.keys >= (a.pool_end - a.pool_begin) / 2;
+  s.running = !passed && !too_many && next < a.levels;
+  if (s.running) SetLevel(s, next, static_cast<float>(first_size), a.reference[g]);
+}
+
+}  // namespace
+}  // namespace certjax
+
+#endif  // CERTJAX_KERNELS_EVALUATE_INL_H_
