@@ -202,7 +202,7 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         needed = jnp.maximum(out.mass * out.shortfall, TINY) / estimator.first_size(epsilon)
         sufficient = estimator.LEVELS_PER_DOUBLING * jnp.log2(needed)
         # Small samples overstate the shortfall, so the jump is damped.
-        jump = jnp.round(0.25 * estimator.LEVELS_PER_DOUBLING * jnp.log2(jnp.clip(out.shortfall, 1, 1e6)))
+        jump = jnp.round(0.5 * estimator.LEVELS_PER_DOUBLING * jnp.log2(jnp.clip(out.shortfall, 1, 1e6)))
         # At least one level, in integers: the loop ends whatever the arithmetic gave.
         next_level = state.level + jnp.maximum(jump.astype(jnp.int32), 1)
         too_many = (drawn.heavy | drawn.light).sum(-1) >= pool_keys // 2

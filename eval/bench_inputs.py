@@ -10,6 +10,7 @@ q·k / √H are i.i.d. N(0, σ²); queries of one head at neighbouring positions
 
 import dataclasses
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -128,14 +129,16 @@ def _stored_case(size: tuple[int, int, int], files: Sequence[tuple[Path, int]]) 
 
 def read_npz(path: Path) -> Rows:
     """Keys, values [K, n, H] and queries [N, T, H] of a file; errors as for `stored`."""
-    try:
-        with np.load(path) as data:
-            missing = {"keys", "values", "queries"} - set(data.files)
-            if missing:
-                raise ValueError(f"{path}: lacks the arrays {sorted(missing)}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: cannot be read as .npz: it is no zip archive, or is cut off")
+    with np.load(path) as data:
+        missing = {"keys", "values", "queries"} - set(data.files)
+        if missing:
+            raise ValueError(f"{path}: lacks the arrays {sorted(missing)}")
+        try:
             key, value, query = data["keys"], data["values"], data["queries"]
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: cannot be read as .npz: {error}") from error
+        except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{path}: cannot be read as .npz: {error}") from error
     if (
         key.ndim != 3
         or query.ndim != 3

@@ -107,8 +107,9 @@ def _einsum(query, key, value):
 
 @jax.jit
 def _jax_nn(query, key, value):
-    # [B, K, n, H] to [B, n, K, H] moves no data where K = 1.
-    return jax.nn.dot_product_attention(query.astype(key.dtype), key.swapaxes(1, 2), value.swapaxes(1, 2))
+    # [B, K, n, H] to [B, n, K, H] moves no data where K = 1. The function itself mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(query.astype(key.dtype), key.swapaxes(1, 2), value.swapaxes(1, 2))
 
 
 def _torch() -> list[Method]:

@@ -4,8 +4,8 @@ Protocol. Every method is one compiled program a shape. In every repetition, for
 each first runs untimed at the position before the timed one, which compiles it, warms it, and gives the certified step
 its hint; its perturbations are fresh every time. Warm: the timed call follows at once, so that caches hold what fits.
 Cold: the caches are emptied by reading a buffer of four times the L3 cache, then the method runs on another kv head,
-so that its code is warm as it is in a model of many layers, then the timed call on data that is not. A time is the
-median over the repetitions, averaged over the kv heads; ratios are to own dense of the same run.
+so that its code is warm as in a model of many layers, then the timed call on data that is not. A time is the median
+over the repetitions, averaged over the kv heads; ratios are to own dense of the same run.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def run(
     json_file: str | None = None,
     plot_file: str | None = None,
 ) -> dict[str, Any]:
-    """Measures, prints a table, and writes JSON and a plot where asked to.
+    """Measures, prints a table, writes JSON and a plot where asked to, and returns what is written as JSON.
 
     Args:
       full: the whole grid instead of the quick one, for what is not given below.
@@ -58,9 +58,6 @@ def run(
       implementation: of the certified step; None for what `decode_attention` picks.
       json_file: written at the end: environment, settings, rows (with the single times), skipped cases.
       plot_file: .png or .svg; needs matplotlib.
-
-    Returns:
-      What is written as JSON.
 
     Raises:
       ValueError: an argument that is out of range, or a file or folder that is missing or cannot be used.
@@ -80,6 +77,7 @@ def run(
     flush[:] = 1  # untouched zero pages all share one page of memory
     everything = methods(plan.implementation, plan.epsilons, plan.delta)
     rows: list[dict[str, Any]] = []
+    result = {"environment": environment, "settings": settings, "rows": rows, "skipped": skipped}
     for case in cases:
         need, free = case.memory() + flush.nbytes, bench_report.free_bytes()
         if free is not None and need > 0.8 * free:
@@ -89,40 +87,45 @@ def run(
             )
             continue
         heads = make_heads(case)
-        for cold in (False, True):
+        if len(heads) == 1:
+            skipped.append(f"{case.kind}, n {case.n}, cold: needs two kv heads, {case.source} has one")
+        for cold in (False, True)[: len(heads)]:
             new = measure(case, heads, everything, plan.repeats, (lambda: read_all(flush)) if cold else None)
             bench_report.print_rows(new)
             rows += new
+        del heads  # before the next ones are made
+        _write(json_file, result)  # after every case: the whole grid takes hours
     for line in skipped:
         print(f"skipped: {line}")
-    result = {"environment": environment, "settings": settings, "rows": rows, "skipped": skipped}
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    _write(json_file, result)
     if rows:
         plot(rows)
     return result
 
 
+def _write(file: str | None, result: dict[str, Any]) -> None:
+    if file is not None:
+        Path(file).write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
 def measure(
     case: Case, heads: Sequence[Head], methods: Sequence[Method], repeats: int, flush: Callable[[], None] | None
 ) -> list[dict[str, Any]]:
-    """Times methods in turns.
+    """Times methods, one of them named "dense", in turns; a row for each, as `bench_report.COLUMNS` reads it.
 
     Args:
       case: what the heads are of.
       heads: at least two where `flush` is given, one otherwise.
-      methods: one of them named "dense".
+      methods: what takes turns.
       repeats: repetitions.
       flush: empties the caches; None for warm.
-
-    Returns:
-      A row a method (`bench_report.COLUMNS` says what is in it).
     """
     times = np.zeros((len(methods), repeats, len(heads)))
     previous: dict[tuple[int, int], Any] = {}
     results: list[list[Any]] = [[] for _ in methods]
+    positions = min(len(head.steps) for head in heads)
     for r in range(repeats):
-        t = 1 + r % (len(heads[0].steps) - 1)
+        t = 1 + r % (positions - 1)
         for h, head in enumerate(heads):
             for m, method in enumerate(methods):
                 before, _ = _call(method, head, t - 1, previous.get((m, h)))
@@ -143,7 +146,7 @@ def measure(
                 errors[m] = max(errors[m], float(error.max()))
     dense = times[[method.name for method in methods].index("dense")]
     facts = {key: getattr(case, key) for key in ("kind", "source", "n", "d", "g", "heads")}
-    facts["data"] = "warm" if flush is None else "cold"
+    facts |= {"data": "warm" if flush is None else "cold"}
     return [
         facts | _row(case, method, times[m], dense, results[m], errors[m] if method.attends else None)
         for m, method in enumerate(methods)
@@ -164,9 +167,9 @@ def _call(method: Method, head: Head, t: int, previous: Any) -> tuple[Any, int]:
 def _row(case: Case, method: Method, times: np.ndarray, dense: np.ndarray, results: list[Any], error) -> dict[str, Any]:
     """What one method did; `times` and `dense` are nanoseconds [repetitions, kv heads]."""
     total = np.median(times, 0).sum()
-    low, high = np.percentile(dense.sum(1) / times.sum(1), (25, 75))
+    again = np.random.default_rng(0).integers(len(times), size=(200, len(times)))  # bootstrap over the repetitions
+    low, high = np.percentile(np.median(dense[again], 1).sum(1) / np.median(times[again], 1).sum(1), (10, 90))
     dense_bytes = 4 * case.n * case.d  # bfloat16 keys and values of one kv head
-    row: dict[str, Any] = {"method": method.name, "epsilon": method.epsilon}
     keys = candidates = exact = None
     if method.share is not None:
         bytes_read = method.share * dense_bytes
@@ -176,11 +179,13 @@ def _row(case: Case, method: Method, times: np.ndarray, dense: np.ndarray, resul
         bytes_read = mean("bytes_read") * case.g  # each query head reports its share of the group's reads
         keys, candidates, exact = mean("keys_read"), mean("candidates"), mean("exact")
     time_ns = total / case.heads
-    return row | {
+    return {
+        "method": method.name,
+        "epsilon": method.epsilon,
         "time_us": float(time_ns / 1e3),
         "ns_per_key": float(time_ns / case.n),
         "dense_over_this": float(np.median(dense, 0).sum() / total),
-        "dense_over_this_quartiles": [float(low), float(high)],
+        "dense_over_this_interval": [float(low), float(high)],
         "bytes_read": float(bytes_read),
         "bytes_share": float(bytes_read / dense_bytes),
         "keys_read": keys,

@@ -47,11 +47,15 @@ void HeadRun::Carve(Layout* layout) {
   layout->Take(&a.entries, chunks);
   layout->Take(&a.upper, Blocks(a) * kBlock * G);
   layout->Take(&a.estimate, chunks * (kChunkBlocks + 3) * G * kLanes);
+  layout->Take(&a.later, chunks);
+  layout->Take(&a.later_index, chunks * kSegment);
+  layout->Take(&a.later_bound, chunks * G * kSegment);
   layout->Take(&a.index, chunks * kSegment);
   layout->Take(&a.size, chunks * kSegment);
   layout->Take(&a.noise, chunks * kSegment);
   layout->Take(&a.square, chunks * kSegment);
   layout->Take(&a.score, chunks * G * kSegment);
+  layout->Take(&a.log_size, chunks * G * kSegment);
 }
 
 bool HeadRun::Reserve() {
@@ -117,12 +121,9 @@ void HeadRun::Begin(std::vector<Task>* more) {
 }
 
 void HeadRun::NextLevel(std::vector<Task>* more) {
-  bool running = false, certified = true;
-  for (int g = 0; g < a.group; ++g) {
-    running |= a.state[g].running;
-    certified &= a.state[g].certified;
-  }
-  if (running) {
+  bool certified = true;
+  for (int g = 0; g < a.group; ++g) certified &= a.state[g].certified;
+  if (BeginRound(a)) {
     Push(Task::kRead, Chunks(a), more);
   } else if (!certified) {
     BeginDense(more);

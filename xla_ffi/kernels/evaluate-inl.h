@@ -20,100 +20,113 @@ struct LevelSums {
   double first[2][kMaxHeadDim];  // Σ a y and Σ (1 − π) g² y, in lane order
 };
 
-// Sampled values of which 16 at a time are added up.
+// Sampled keys, of which 16 at a time are added up.
 template <typename T>
-struct Pending {
-  const CertifiedHead& a;
-  const float per_unit;
-  LevelSums* const sums;
-  int n = 0, tiles = 0;
-  Tile<T> rows;
-  float weight[2][kLanes];
-  float acc[2 * kMaxHeadDim];
-
-  Pending(const CertifiedHead& head, LevelSums* out)
-      : a(head), per_unit(static_cast<float>(1 / head.unit)), sums(out) {
-    for (int x = 0; x < 2 * a.head_dim; ++x) acc[x] = 0.0f;
+class Summer {
+ public:
+  Summer(const CertifiedHead& head, int g, LevelSums* out) : a_(head), s_(head.state[g]), out_(out) {
+    for (int x = 0; x < 2 * a_.head_dim; ++x) acc_[x] = 0.0f;
+    for (F32x16& x : sum_) x = Set1(0.0f);
   }
 
-  void Add(int32_t key, float value, float spread) {
-    rows.row[n] = static_cast<const T*>(a.value) + int64_t{key} * a.head_dim;
-    weight[0][n] = value;
-    weight[1][n] = spread;
-    if (++n == kLanes) Tile16();
+  void Draw(int32_t key, float score, float log_size, float size, float square) {
+    rows_.row[n_] = static_cast<const T*>(a_.value) + int64_t{key} * a_.head_dim;
+    score_[n_] = score;
+    log_size_[n_] = log_size;
+    size_[n_] = size;
+    square_[n_] = square;
+    if (++n_ == kLanes) AddTile();
   }
 
-  void Tile16() {
-    TileCentered<T, 2>(rows, n, a.head_dim, weight, a.lane_center, per_unit, acc);
-    n = 0;
-    if (++tiles == 64) Fold();
-  }
-
-  void Fold() {  // in double, so that float32 rounding does not grow with the sample
-    if (n > 0) Tile16();
+  // Into double, so that float32 rounding does not grow with the sample.
+  void Fold() {
+    if (n_ > 0) AddTile();
+    double* totals[9] = {&out_->exact, &out_->sampled, &out_->hat, &out_->t0, &out_->t1,
+                         &out_->t2,    &out_->s0,      &out_->s2,  &out_->mass};
+    for (int x = 0; x < 9; ++x) {
+      *totals[x] += SumLanes(sum_[x]);
+      sum_[x] = Set1(0.0f);
+    }
     for (int w = 0; w < 2; ++w) {
-      for (int c = 0; c < a.head_dim; ++c) {
-        sums->first[w][c] += acc[w * a.head_dim + c];
-        acc[w * a.head_dim + c] = 0.0f;
+      for (int c = 0; c < a_.head_dim; ++c) {
+        out_->first[w][c] += acc_[w * a_.head_dim + c];
+        acc_[w * a_.head_dim + c] = 0.0f;
       }
     }
-    tiles = 0;
+    tiles_ = 0;
   }
+
+ private:
+  void AddTile() {
+    const int n = n_;
+    const F32x16 zero = Set1(0.0f), one = Set1(1.0f);
+    for (int j = n; j < kLanes; ++j) {  // lanes beyond n have weight 0
+      score_[j] = -kInf;
+      log_size_[j] = square_[j] = 0.0f;
+      size_[j] = 1.0f;
+    }
+    const float cap = 4.0f * s_.scale_squared > kTiny ? 4.0f * s_.scale_squared : kTiny;
+    const F32x16 log_pi = LogPi(score_, log_size_, s_.log_tau);
+    const F32x16 size = Load(size_);
+    const F32x16 size_square = Mul(size, size);
+    const Mask16 light = Less(log_pi, zero);
+    const F32x16 t = Sqrt(Fma(size, size, Set1(s_.offset * s_.offset)));
+    const F32x16 heavy_weight = Select(light, zero, Exp(Load(score_)));
+    const F32x16 drawn = FirstLanes(Div(Set1(Exp(s_.log_tau)), t), n, 0.0f);
+    const F32x16 light_weight = Select(light, drawn, zero);
+    const F32x16 weight = Add(heavy_weight, light_weight);
+    const F32x16 capped = Min(Div(Load(square_), Set1(cap)), one);
+    const F32x16 w2 = Mul(light_weight, light_weight);
+    const F32x16 w2_capped = Mul(w2, capped);
+    const F32x16 spread = Mul(OneMinusExp(Min(log_pi, zero)), w2);
+    const F32x16 mass = Select(light, FirstLanes(one, n, 0.0f), Exp(log_pi));
+    const F32x16 terms[9] = {heavy_weight,
+                             light_weight,
+                             Mul(weight, capped),
+                             w2,
+                             w2_capped,
+                             Mul(w2_capped, capped),
+                             spread,
+                             Mul(spread, size_square),
+                             mass};
+    for (int x = 0; x < 9; ++x) sum_[x] = Add(sum_[x], terms[x]);
+    float weights[2][kLanes];
+    Store(weights[0], weight);
+    Store(weights[1], spread);
+    TileCentered<T, 2>(rows_, n, a_.head_dim, weights, a_.lane_center,
+                       static_cast<float>(1 / a_.unit), acc_);
+    out_->keys += n;
+    n_ = 0;
+    if (++tiles_ == 64) Fold();
+  }
+
+  const CertifiedHead& a_;
+  const LevelState& s_;
+  LevelSums* const out_;
+  int n_ = 0, tiles_ = 0;
+  Tile<T> rows_;
+  float score_[kLanes], log_size_[kLanes], size_[kLanes], square_[kLanes];
+  float acc_[2 * kMaxHeadDim];
+  F32x16 sum_[9];
 };
 
 template <typename T>
 void SumLevel(const CertifiedHead& a, int g, LevelSums* out) {
-  const LevelState& s = a.state[g];
-  const float cap = 4.0f * s.scale_squared > kTiny ? 4.0f * s.scale_squared : kTiny;
-  const F32x16 zero = Set1(0.0f), one = Set1(1.0f), c = Set1(s.c), largest = Set1(cap);
-  const F32x16 offset_square = Set1(s.offset * s.offset);
-  const F32x16 tau = Set1(Exp(s.log_tau));
-  Pending<T> pending(a, out);
+  Summer<T> summer(a, g, out);
   const int64_t chunks = Chunks(a);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int64_t base = chunk * kSegment;
     const float* score = a.score + base * a.group + g * kSegment;
-    F32x16 sum[9];
-    for (F32x16& x : sum) x = zero;
+    const float* log_size = a.log_size + base * a.group + g * kSegment;
     for (int i = 0; i < a.entries[chunk]; i += kLanes) {
-      const F32x16 size = Load(a.size + base + i);
-      const F32x16 log_pi = LogPi(a, g, base + i, size);
-      const Mask16 out_of_sample = Less(Add(log_pi, Load(a.noise + base + i)), zero);
-      uint32_t drawn = ~Bits(out_of_sample) & 0xFFFF;
-      if (drawn == 0) continue;
-      const Mask16 light = Less(log_pi, zero);
-      const F32x16 square = Fma(size, size, offset_square);
-      const F32x16 heavy_weight = Select(light, zero, Exp(Sub(Load(score + i), c)));
-      const F32x16 light_weight =
-          Select(out_of_sample, zero, Select(light, Div(tau, Sqrt(square)), zero));
-      const F32x16 weight = Add(heavy_weight, light_weight);
-      const F32x16 capped = Select(out_of_sample, zero, Min(Div(Load(a.square + base + i), largest), one));
-      const F32x16 w2 = Mul(light_weight, light_weight);
-      const F32x16 spread = Mul(OneMinusExp(Min(log_pi, zero)), w2);
-      const F32x16 w2_capped = Mul(w2, capped);
-      sum[0] = Add(sum[0], heavy_weight);
-      sum[1] = Add(sum[1], light_weight);
-      sum[2] = Fma(weight, capped, sum[2]);
-      sum[3] = Add(sum[3], w2);
-      sum[4] = Add(sum[4], w2_capped);
-      sum[5] = Fma(w2_capped, capped, sum[5]);
-      sum[6] = Add(sum[6], spread);
-      sum[7] = Fma(spread, Mul(size, size), sum[7]);
-      sum[8] = Add(sum[8], Select(out_of_sample, zero, Select(light, one, Exp(log_pi))));
-      out->keys += __builtin_popcount(drawn);
-      float weights[kLanes], spreads[kLanes];
-      Store(weights, weight);
-      Store(spreads, spread);
-      for (; drawn != 0; drawn &= drawn - 1) {
-        const int j = __builtin_ctz(drawn);
-        pending.Add(a.index[base + i + j], weights[j], spreads[j]);
+      const F32x16 log_pi = LogPi(score + i, log_size + i, a.state[g].log_tau);
+      for (uint32_t drawn = Drawn(log_pi, a.noise + base + i); drawn != 0; drawn &= drawn - 1) {
+        const int j = i + __builtin_ctz(drawn);
+        summer.Draw(a.index[base + j], score[j], log_size[j], a.size[base + j], a.square[base + j]);
       }
     }
-    double* totals[9] = {&out->exact, &out->sampled, &out->hat, &out->t0, &out->t1,
-                         &out->t2,    &out->s0,      &out->s2,  &out->mass};
-    for (int x = 0; x < 9; ++x) *totals[x] += SumLanes(sum[x]);
   }
-  pending.Fold();
+  summer.Fold();
 }
 
 // Σ ω ‖v − o‖² at most, over all o within b of ô.
@@ -289,7 +302,7 @@ void RunEvaluate(CertifiedHead& a, int g) {
   s.certified = passed;
   // Small samples overstate the shortfall, so the jump is damped.
   const double damped = shortfall > 1.0 ? shortfall < 1e6 ? shortfall : 1e6 : 1.0;
-  const int jump = static_cast<int>(__builtin_rint(0.5 * __builtin_log2(damped)));
+  const int jump = static_cast<int>(__builtin_rint(__builtin_log2(damped)));
   const int next = s.level + (jump > 1 ? jump : 1);
   const bool too_many = sums.keys >= (a.pool_end - a.pool_begin) / 2;
   s.running = !passed && !too_many && next < a.levels;

@@ -168,51 +168,64 @@ inline __m256i Quad(const int8_t* p) {
   return _mm256_set1_epi32(x);
 }
 
-// Half a line at a time: its accumulators and codes fit into registers for four heads.
+// Adds the dots of `count` half lines of codes to sum: low nibbles, then high ones. Unrolled whole,
+// so that the sums stay in registers: half a line at a time leaves room for four heads.
+template <int heads, int count>
+inline void AddDots(const uint8_t* codes, const int8_t* query, int stride,
+                    __m256i (&sum)[heads][2]) {
+  const __m256i nibble = _mm256_set1_epi8(15);
+#if defined(__AVXVNNI__)
+  auto& part = sum;
+#else
+  static_assert(count * 2 * 15 * 127 < 1 << 15, "sums of 16 bits");
+  __m256i part[heads][2];
+  for (int g = 0; g < heads; ++g) part[g][0] = part[g][1] = _mm256_setzero_si256();
+#endif
+#pragma GCC unroll 8
+  for (int j = 0; j < count; ++j) {
+    const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 64 * j));
+    const __m256i low = _mm256_and_si256(line, nibble);
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(line, 4), nibble);
+#pragma GCC unroll 4
+    for (int g = 0; g < heads; ++g) {
+      const __m256i q0 = Quad(query + g * stride + 4 * j);
+      const __m256i q1 = Quad(query + g * stride + stride / 2 + 4 * j);
+#if defined(__AVXVNNI__)
+      part[g][0] = _mm256_dpbusd_avx_epi32(part[g][0], low, q0);
+      part[g][1] = _mm256_dpbusd_avx_epi32(part[g][1], high, q1);
+#else
+      part[g][0] = _mm256_add_epi16(part[g][0], _mm256_maddubs_epi16(low, q0));
+      part[g][1] = _mm256_add_epi16(part[g][1], _mm256_maddubs_epi16(high, q1));
+      // Else the compiler makes all products first, sums them as a tree, and spills.
+      __asm__("" : "+x"(part[g][0]), "+x"(part[g][1]));
+#endif
+    }
+  }
+#if !defined(__AVXVNNI__)
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int g = 0; g < heads; ++g) {
+    for (int x = 0; x < 2; ++x) {
+      sum[g][x] = _mm256_add_epi32(sum[g][x], _mm256_madd_epi16(part[g][x], ones));
+    }
+  }
+#endif
+}
+
 template <int heads>
 inline void DotCodes(const uint8_t* codes, int lines, const int8_t* query, int stride,
                      int32_t (*dots)[2][kLanes]) {
-  const __m256i nibble = _mm256_set1_epi8(15);
   for (int half = 0; half < 2; ++half) {
+    // Else the compiler loads every quad of the query once for both halves and has no registers.
+    __asm__("" : "+r"(query));
     __m256i sum[heads][2];
     for (int g = 0; g < heads; ++g) sum[g][0] = sum[g][1] = _mm256_setzero_si256();
-#if defined(__AVXVNNI__)
-    for (int j = 0; j < lines; ++j) {
-      const __m256i line =
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 64 * j + 32 * half));
-      const __m256i low = _mm256_and_si256(line, nibble);
-      const __m256i high = _mm256_and_si256(_mm256_srli_epi16(line, 4), nibble);
-      for (int g = 0; g < heads; ++g) {
-        const int8_t* q = query + g * stride + 4 * j;
-        sum[g][0] = _mm256_dpbusd_avx_epi32(sum[g][0], low, Quad(q));
-        sum[g][1] = _mm256_dpbusd_avx_epi32(sum[g][1], high, Quad(q + stride / 2));
-      }
+    int j = 0;
+    for (; j + 8 <= lines; j += 8) {
+      AddDots<heads, 8>(codes + 64 * j + 32 * half, query + 4 * j, stride, sum);
     }
-#else
-    for (int start = 0; start < lines; start += 8) {  // 8 · 2 · 15 · 127 fits into 16 bits
-      const int end = lines - start < 8 ? lines : start + 8;
-      __m256i part[heads][2];
-      for (int g = 0; g < heads; ++g) part[g][0] = part[g][1] = _mm256_setzero_si256();
-      for (int j = start; j < end; ++j) {
-        const __m256i line =
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 64 * j + 32 * half));
-        const __m256i low = _mm256_and_si256(line, nibble);
-        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(line, 4), nibble);
-        for (int g = 0; g < heads; ++g) {
-          const int8_t* q = query + g * stride + 4 * j;
-          part[g][0] = _mm256_add_epi16(part[g][0], _mm256_maddubs_epi16(low, Quad(q)));
-          part[g][1] =
-              _mm256_add_epi16(part[g][1], _mm256_maddubs_epi16(high, Quad(q + stride / 2)));
-        }
-      }
-      const __m256i ones = _mm256_set1_epi16(1);
-      for (int g = 0; g < heads; ++g) {
-        for (int x = 0; x < 2; ++x) {
-          sum[g][x] = _mm256_add_epi32(sum[g][x], _mm256_madd_epi16(part[g][x], ones));
-        }
-      }
+    for (; j < lines; j += 2) {  // head_dim is a multiple of 16
+      AddDots<heads, 2>(codes + 64 * j + 32 * half, query + 4 * j, stride, sum);
     }
-#endif
     for (int g = 0; g < heads; ++g) {
       for (int x = 0; x < 2; ++x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(&dots[g][x][8 * half]), sum[g][x]);

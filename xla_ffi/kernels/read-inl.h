@@ -81,13 +81,17 @@ inline void PointAt(const void* data, const int32_t* keys, int64_t n, int head_d
   }
 }
 
+constexpr int kDeep = 3;  // levels ahead that candidates are collected for
+
 inline void SetLevel(LevelState& s, int level, float first_size, float reference) {
+  const float log_mass = Log(s.mass > kTiny ? s.mass : kTiny) - Log(first_size);
   s.level = level;
-  s.log_tau = Log(s.mass > kTiny ? s.mass : kTiny) -
-              (Log(first_size) + static_cast<float>(level) * static_cast<float>(kHalfLn2));
+  s.log_tau = log_mass - static_cast<float>(level) * static_cast<float>(kHalfLn2);
+  // Relative to what the bounds are relative to; the slack covers all roundings before it.
   const float magnitude = __builtin_fabsf(s.c) + __builtin_fabsf(reference) +
                           __builtin_fabsf(s.log_tau) + 64.0f;
-  s.filter = s.log_tau + (s.c - reference) - 1e-6f * magnitude;  // covers all roundings before it
+  s.filter = s.log_tau + (s.c - reference) - 1e-6f * magnitude;
+  s.deep = s.filter - kDeep * static_cast<float>(kHalfLn2);
 }
 
 inline float FirstSize(float epsilon) {
@@ -191,13 +195,14 @@ void RunPlan(CertifiedHead& a, const float* hint) {
     s.sufficient = -1.0f;
     s.bound = s.scale_lower = s.denominator = 0.0f;
     s.keys = 0;
+    s.covered = kInf;
     const float wanted = __builtin_rintf(hint[g] - 1.0f);
     const int last = a.levels - 1;
     int start = 0;
     if (wanted > 0.0f && wanted < kInf) start = wanted < last ? static_cast<int>(wanted) : last;
     SetLevel(s, start < 0 ? 0 : start, FirstSize(epsilon), a.reference[g]);
   }
-  for (int64_t k = 0; k < chunks; ++k) a.entries[k] = 0;
+  for (int64_t k = 0; k < chunks; ++k) a.entries[k] = a.later[k] = 0;
 }
 
 // E of 16 keys from 53 bits: `exponential` of perturbation.py.
@@ -221,54 +226,113 @@ inline F32x16 NoiseExact(const CertifiedHead& a, I32x16 index) {
   return Select(upper_half, near, far);
 }
 
-// Whether key i of a tile is in the sample of a running head; log π = ln(w t / τ) too.
-inline F32x16 LogPi(const CertifiedHead& a, int g, int64_t at, F32x16 size) {
-  const LevelState& s = a.state[g];
-  const float* score = a.score + (at / kSegment * a.group + g) * kSegment + at % kSegment;
-  const F32x16 square = Fma(size, size, Set1(s.offset * s.offset));
-  const F32x16 exact = Sub(Load(score), Set1(s.c));
-  return Sub(Fma(Log(square), Set1(0.5f), exact), Set1(s.log_tau));
+// ln π = ln(w t / τ) of 16 candidates.
+inline F32x16 LogPi(const float* score, const float* log_size, float log_tau) {
+  return Sub(Add(Load(score), Load(log_size)), Set1(log_tau));
 }
 
-// Appends the new candidates of a chunk to its list, by key; marks them as read for all heads.
-inline int Filter(CertifiedHead& a, int64_t chunk, int count, float per_unit) {
+// Which of 16 candidates are in the sample of a query head.
+inline uint32_t Drawn(F32x16 log_pi, const float* noise) {
+  return ~Bits(Less(Add(log_pi, Load(noise)), Set1(0.0f))) & 0xFFFF;
+}
+
+// Query heads whose levels run.
+struct Running {
+  int head[kMaxGroup];
+  int count = 0;
+
+  explicit Running(const CertifiedHead& a) {
+    for (int g = 0; g < a.group; ++g) {
+      if (a.state[g].running) head[count++] = g;
+    }
+  }
+};
+
+// Lists the unread keys of a chunk that are candidates of this level or of the next ones.
+inline void Collect(CertifiedHead& a, int64_t chunk, const Running& running, float per_unit) {
   const int G = a.group;
   const int64_t first = (FirstBlock(a) + chunk * kChunkBlocks) * kBlock;
   const int64_t end = (FirstBlock(a) + Blocks(a)) * kBlock;
   const int64_t last = first + kChunkKeys < end ? first + kChunkKeys : end;
-  int heads[kMaxGroup];
-  int running = 0;
-  for (int g = 0; g < G; ++g) {
-    if (a.state[g].running) heads[running++] = g;
-  }
   // ½ ln x from above: the bits of a float are a piecewise linear log2, from below up to 0.0861.
   const F32x16 slope = Set1(static_cast<float>(kHalfLn2 * 0x1p-23));
   const F32x16 intercept = Set1(static_cast<float>(kHalfLn2 * (0.0861 - 127) + 3e-5));
-  int32_t* index = a.index + chunk * kSegment;
-  float* sizes = a.size + chunk * kSegment;
-  uint16_t* upper = a.upper + (first - FirstBlock(a) * kBlock) * G;
+  int32_t* index = a.later_index + chunk * kSegment;
+  float* bounds = a.later_bound + chunk * kSegment * G;
+  const uint16_t* upper = a.upper + (first - FirstBlock(a) * kBlock) * G;
+  int count = 0;
   for (int64_t key = first; key < last; key += kLanes, upper += G * kLanes) {
     const F32x16 size = Mul(LoadBf16(a.value_size + key), Set1(per_unit));
     const F32x16 square = Mul(size, size);
+    float lanes[kMaxGroup][kLanes];
     uint32_t low = 0xFFFF;
-    for (int x = 0; x < running; ++x) {
-      const LevelState& s = a.state[heads[x]];
+    for (int x = 0; x < running.count; ++x) {
+      const LevelState& s = a.state[running.head[x]];
       const I32x16 bits = AsInt(Add(square, Set1(s.offset * s.offset)));
       const F32x16 log_size = Fma(ToFloat(bits), slope, intercept);
-      const F32x16 bound = Load(reinterpret_cast<const F16*>(upper + heads[x] * kLanes));
-      low &= Bits(Less(Add(bound, log_size), Set1(s.filter)));
+      const auto* half = reinterpret_cast<const F16*>(upper + running.head[x] * kLanes);
+      const F32x16 bound = Add(Load(half), log_size);
+      Store(lanes[x], bound);
+      low &= Bits(Less(bound, Set1(s.deep)));
     }
-    uint32_t found = ~low & 0xFFFF;
-    if (found == 0) continue;
-    float lanes[kLanes];
-    Store(lanes, size);
-    for (; found != 0; found &= found - 1) {
+    for (uint32_t found = ~low & 0xFFFF; found != 0; found &= found - 1) {
       const int j = __builtin_ctz(found);
       index[count] = static_cast<int32_t>(key) + j;
-      sizes[count++] = lanes[j];
-      for (int g = 0; g < G; ++g) upper[g * kLanes + j] = kHalfMinusInf;
+      for (int x = 0; x < running.count; ++x) {
+        bounds[running.head[x] * kSegment + count] = lanes[x][j];
+      }
+      ++count;
     }
   }
+  a.later[chunk] = count;
+}
+
+// Moves those of this level from the list to the candidates, by key; returns their number. They are
+// read for all heads, so the scan's bound is not needed again.
+inline int Filter(CertifiedHead& a, int64_t chunk, const Running& running, int count,
+                  float per_unit) {
+  const int G = a.group;
+  int32_t* later = a.later_index + chunk * kSegment;
+  float* bounds = a.later_bound + chunk * kSegment * G;
+  int32_t* index = a.index + chunk * kSegment;
+  float* sizes = a.size + chunk * kSegment;
+  const int listed = a.later[chunk];
+  int kept = 0;
+  for (int i = 0; i < listed; i += kLanes) {
+    uint32_t low = 0xFFFF;
+    for (int x = 0; x < running.count; ++x) {
+      const int g = running.head[x];
+      low &= Bits(Less(Load(bounds + g * kSegment + i), Set1(a.state[g].filter)));
+    }
+    if (low == 0xFFFF && listed - i >= kLanes) {  // all stay
+      StoreI(later + kept, LoadI(later + i));
+      for (int x = 0; x < running.count; ++x) {
+        float* bound = bounds + running.head[x] * kSegment;
+        Store(bound + kept, Load(bound + i));
+      }
+      kept += kLanes;
+      continue;
+    }
+    for (int j = 0; j < kLanes && i + j < listed; ++j) {
+      const int32_t key = later[i + j];
+      if (low >> j & 1) {
+        later[kept] = key;
+        for (int x = 0; x < running.count; ++x) {
+          float* bound = bounds + running.head[x] * kSegment;
+          bound[kept] = bound[i + j];
+        }
+        ++kept;
+      } else {
+        index[count] = key;
+        sizes[count++] = FromBits(uint32_t{a.value_size[key]} << 16) * per_unit;
+        const int64_t group = (key - FirstBlock(a) * kBlock) / kLanes;
+        for (int g = 0; g < G; ++g) {
+          a.upper[(group * G + g) * kLanes + key % kLanes] = kHalfMinusInf;
+        }
+      }
+    }
+  }
+  a.later[chunk] = kept;
   return count;
 }
 
@@ -280,8 +344,11 @@ void RunRead(CertifiedHead& a, int64_t chunk) {
   const int64_t base = chunk * kSegment;
   int32_t* index = a.index + base;
   float* score = a.score + base * G;
+  float* log_size = a.log_size + base * G;
   const int old = a.entries[chunk];
-  const int count = Filter(a, chunk, old, per_unit);
+  const Running running(a);
+  if (a.collect) Collect(a, chunk, running, per_unit);
+  const int count = Filter(a, chunk, running, old, per_unit);
   a.entries[chunk] = count;
   Tile<T> rows, next;
   if (count > old) PointAt(a.key, index + old, count - old, H, &rows);
@@ -291,12 +358,20 @@ void RunRead(CertifiedHead& a, int64_t chunk) {
     GroupScores<T>(a, rows, more ? &next : nullptr, score + i, kSegment);
     Store(a.noise + base + i, NoiseExact(a, LoadI(index + i)));
     Store(a.square + base + i, Set1(-1.0f));
+    const F32x16 size = Load(a.size + base + i);
+    for (int g = 0; g < G; ++g) {
+      const LevelState& s = a.state[g];
+      float* at = score + g * kSegment + i;
+      Store(at, Sub(Load(at), Set1(s.c)));
+      const F32x16 square = Fma(size, size, Set1(s.offset * s.offset));
+      Store(log_size + g * kSegment + i, Mul(Log(square), Set1(0.5f)));
+    }
     rows = next;
   }
-  for (int j = 0; j < kLanes && count + j < kSegment; ++j) {  // padding is never sampled
+  for (int j = 0; j < kLanes; ++j) {  // padding is never sampled
     for (int g = 0; g < G; ++g) score[g * kSegment + count + j] = -kInf;
+    for (int g = 0; g < G; ++g) log_size[g * kSegment + count + j] = 0.0f;
     a.noise[base + count + j] = 0.0f;
-    a.size[base + count + j] = 1.0f;
   }
 
   // Values that a running head samples and none did before.
@@ -304,15 +379,14 @@ void RunRead(CertifiedHead& a, int64_t chunk) {
   int32_t keys[kChunkKeys];
   int n = 0;
   for (int i = 0; i < count; i += kLanes) {
-    const F32x16 size = Load(a.size + base + i);
-    const F32x16 noise = Load(a.noise + base + i);
-    uint32_t out = 0xFFFF;
-    for (int g = 0; g < G; ++g) {
-      if (!a.state[g].running) continue;
-      out &= Bits(Less(Add(LogPi(a, g, base + i, size), noise), Set1(0.0f)));
+    uint32_t found = 0;
+    for (int x = 0; x < running.count; ++x) {
+      const int g = running.head[x];
+      const int64_t at = g * kSegment + i;
+      const F32x16 log_pi = LogPi(score + at, log_size + at, a.state[g].log_tau);
+      found |= Drawn(log_pi, a.noise + base + i);
     }
-    const uint32_t unread = Bits(Less(Load(a.square + base + i), Set1(0.0f)));
-    uint32_t found = ~out & unread & 0xFFFF;
+    found &= Bits(Less(Load(a.square + base + i), Set1(0.0f)));
     if (count - i < kLanes) found &= (1u << (count - i)) - 1;
     for (; found != 0; found &= found - 1) {
       wanted[n] = i + __builtin_ctz(found);

@@ -106,6 +106,8 @@ struct LevelState {
   float mass, scale_squared;        // predictions of Z and M²
   float log_tau;
   float filter;       // candidates have upper + ln t at least this
+  float deep;         // the same some levels on: candidates are collected ahead
+  float covered;      // down to here they are
   float rounding;     // of float32 arithmetic, relative to M
   float size_max, size_min, radius;  // Range of certificate.py
   double window_mass, window_hat;    // Σ w and Σ w min(‖v‖² / cap, 1) over the window
@@ -146,19 +148,38 @@ struct CertifiedHead {
   uint16_t* upper;          // * [pool groups of 16, G, 16] float16 upper bounds of s + E − reference
   float* estimate;          // * [chunks, kChunkBlocks + 3, G, 16]
   ScanChunk* chunk;         // * [chunks]
+  int32_t* later;           // * [chunks] candidates of later levels, not read yet
+  int32_t* later_index;     // * [chunks, kSegment] their keys
+  float* later_bound;       // * [chunks, G, kSegment] their upper + ln t
   int32_t* entries;         // * [chunks] candidates read so far
   int32_t* index;           // * [chunks, kSegment] their keys
   float* size;              // * ν in units
   float* noise;             // * E
   float* square;            // * ‖v‖² in units; −1 where the value was not read
-  float* score;             // * [chunks, G, kSegment] q·k
+  float* score;             // * [chunks, G, kSegment] s − c
+  float* log_size;          // * [chunks, G, kSegment] ln t
   float* center;            // * [G, H] ô − c0 in units
   float reference[kMaxGroup], residual_weight[kMaxGroup];
   float window_size_max;
   float center_norm;        // ‖c0‖ from above
   double unit;
+  bool collect;             // this round looks at all keys again
   LevelState state[kMaxGroup];
 };
+
+// Before the Read calls of a round: whether what was collected ahead is enough.
+inline bool BeginRound(CertifiedHead& a) {
+  bool running = false;
+  a.collect = false;
+  for (int g = 0; g < a.group; ++g) {
+    running |= a.state[g].running;
+    a.collect |= a.state[g].running && a.state[g].filter < a.state[g].covered;
+  }
+  for (int g = 0; a.collect && g < a.group; ++g) {
+    if (a.state[g].running) a.state[g].covered = a.state[g].deep;
+  }
+  return running;
+}
 
 inline int64_t WindowKeys(const CertifiedHead& a) {
   return a.pool_begin - a.attend_begin + a.attend_end - a.pool_end;
