@@ -13,3 +13,4 @@ from certjax.types import Certificate as Certificate
 from certjax.types import Config as Config
 from certjax.types import Hint as Hint
 from certjax.types import KVCache as KVCache
+from certjax.types import init_hint as init_hint

@@ -251,7 +251,7 @@ _MEASURES = ("value", "output")  # the enum Measure of the native code
 
 
 def certified_decode(
-    query: jax.Array, cache: KVCache, words: jax.Array, config: Config, hint: Hint | None, *, isa: str | None = None
+    query: jax.Array, cache: KVCache, words: jax.Array, config: Config, hint: Hint, *, isa: str | None = None
 ) -> tuple[jax.Array, Certificate, Hint]:
     """`certjax.reference.decode` in the extension.
 
@@ -260,7 +260,7 @@ def certified_decode(
       cache: the layer's cache.
       words: uint32 [B, K, 4] (perturbation.py).
       config: measure "value" or "output", tier 1 of the certificate.
-      hint: fields [B, K, G], or None.
+      hint: fields [B, K, G].
       isa: as in `append`.
 
     Returns:
@@ -280,15 +280,16 @@ def certified_decode(
     _check("words", words, (B, K, 4), jnp.uint32)
     if config.measure not in _MEASURES:
         raise ValueError(f"measure must be one of {_MEASURES} in the extension: got {config.measure!r}")
-    level = jnp.zeros((B, K, G), jnp.float32) if hint is None else hint.level
-    _check("hint.level", level, (B, K, G), jnp.float32)
+    _check("hint.level", hint.level, (B, K, G), jnp.float32)
+    _check("hint.wait", hint.wait, (B, K, G), jnp.int32)
     numbers = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), (B,)) for x in (config.epsilon, config.delta)]
     fields = [getattr(cache, name) for name in _READ]
-    operands = _same_varying(query, *fields, words, *numbers, level)
+    operands = _same_varying(query, *fields, words, *numbers, hint.level, hint.wait)
     heads = jax.typeof(operands[0][..., 0])
     dtypes = {"certified": bool, "exact": bool, "level": jnp.int32, "keys_read": jnp.int32, "candidates": jnp.int32}
     names = [field.name for field in dataclasses.fields(Certificate)]
-    results = [heads.update(dtype=jnp.dtype(dtypes.get(name, jnp.float32))) for name in (*names, "sufficient")]
+    typed = [heads.update(dtype=jnp.dtype(dtypes.get(name, jnp.float32))) for name in names]
+    results = [*typed, *(jax.typeof(x) for x in operands[-2:])]
     call = jax.ffi.ffi_call(
         "certjax_certified_decode", [jax.typeof(operands[0]), *results], vmap_method="broadcast_all"
     )
@@ -300,4 +301,4 @@ def certified_decode(
         span=np.int64(config.attention_span or 0),
         **_attributes(cache, isa),
     )
-    return output, Certificate(*rest[:-1]), Hint(level=rest[-1])
+    return output, Certificate(*rest[:-2]), Hint(*rest[-2:])

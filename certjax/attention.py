@@ -11,7 +11,7 @@ from certjax._dispatch import dispatch
 from certjax.cache import from_storage
 from certjax.perturbation import row_words
 from certjax.quantization import norm_up
-from certjax.types import AttentionResult, Certificate, Config, Hint, KVCache
+from certjax.types import AttentionResult, Certificate, Config, Hint, KVCache, init_hint
 
 IMPLEMENTATIONS = ("native", "xla", "dense")
 
@@ -84,11 +84,15 @@ def decode_attention(
     grouped = _check_query(query, cache, config)
     words = row_words(rng, B, K)
     G = grouped.shape[2]
-    if hint is not None:
-        shape = jnp.shape(hint.level)
-        if shape != (B, K * G):
-            raise ValueError(f"hint.level must be [B={B}, N={K * G}]: got {shape}; pass the hint of the same layer")
-        hint = Hint(hint.level.reshape(B, K, G))
+    hint = init_hint(batch=B, heads=K * G) if hint is None else hint
+    for name, dtype in (("level", jnp.float32), ("wait", jnp.int32)):
+        x = getattr(hint, name)
+        if jnp.shape(x) != (B, K * G) or jnp.result_type(x) != dtype:
+            raise ValueError(
+                f"hint.{name} must be {jnp.dtype(dtype).name} [B={B}, N={K * G}]: got {jnp.result_type(x)} "
+                f"{jnp.shape(x)}; pass the hint of the same layer, or init_hint()"
+            )
+    hint = jax.tree.map(lambda x: jnp.reshape(x, (B, K, G)), hint)
     chosen = choose_implementation(implementation, config)
     if implementation is None and G > _ffi.MAX_GROUP:
         chosen = "xla"
@@ -161,7 +165,7 @@ def dense_decode_attention(
             usable, norm_up(output) * (1 - 2e-4), 0
         ),  # M ≥ ‖o‖; norm_up is at most 1e-4 too large
     )
-    return _finish(output, certificate, Hint(everywhere(jnp.float32(-1))), query.dtype)
+    return _finish(output, certificate, Hint(everywhere(jnp.float32(-1)), everywhere(jnp.int32(0))), query.dtype)
 
 
 def _finish(output: jax.Array, certificate: Certificate, hint: Hint, dtype) -> AttentionResult:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from certjax import estimator, levels
+from certjax import cost, estimator, levels
 from certjax.cache import from_storage
 from certjax.certificate import TINY
 from certjax.perturbation import exponentials
@@ -71,7 +71,7 @@ def finite(query: jax.Array, cache: KVCache, output: jax.Array, log_normalizer: 
 
 @jax.jit  # one program outside jit too; inlined inside
 def decode(
-    query: jax.Array, cache: KVCache, words: jax.Array, config: Config, hint: Hint | None
+    query: jax.Array, cache: KVCache, words: jax.Array, config: Config, hint: Hint
 ) -> tuple[jax.Array, Certificate, Hint]:
     """One certified step.
 
@@ -80,11 +80,12 @@ def decode(
       cache: KVCache.
       words: uint32 [B, K, 4] (perturbation.py).
       config: Config.
-      hint: fields [B, K, G], or None.
+      hint: fields [B, K, G].
 
     Returns:
       (output float32 [B, K, G, H], Certificate [B, K, G], Hint [B, K, G]).
     """
+    waiting = jnp.broadcast_to((hint.wait > 0).any(-1, keepdims=True), query.shape[:3])
     usable = jnp.broadcast_to((cache.valid & jnp.isfinite(query).all((1, 2, 3)))[:, None, None], query.shape[:3])
     query = jnp.where(usable[..., None], query, 0)
     pool, window = masks(cache, config)
@@ -98,7 +99,7 @@ def decode(
     value = value / unit
     scores, c = _scores(query, cache, words, raw, pool, window)
     values = _values(cache, value, unit)
-    state, prediction, log_size, count = _run_levels(query, cache, config, hint, scores, values, usable)
+    state, prediction, log_size, count = _run_levels(query, cache, config, hint, scores, values, usable & ~waiting)
 
     exact = ~state.certified
     nothing = jnp.zeros(query.shape), jnp.zeros(query.shape[:3]), jnp.zeros(query.shape[:3])
@@ -111,7 +112,7 @@ def decode(
     usable &= finite(query, cache, output, log_normalizer)
     output = jnp.where(usable[..., None], output, jnp.nan)
     log_tau = estimator.log_threshold(state.level, prediction.mass, jnp.asarray(config.epsilon, jnp.float32))
-    reads = _reads(cache, scores, log_size, log_tau, exact, count)
+    reads = _reads(cache, scores, log_size, log_tau, exact, jnp.where(waiting, 0, count))
     bound = state.bound
     if config.measure != "denominator":
         # The radius is about the weights that are used; real arithmetic is a rounding away, relative to M ≤ max ‖v‖.
@@ -128,7 +129,19 @@ def decode(
         log_normalizer=jnp.where(usable, log_normalizer, jnp.nan),
         value_scale_lower=jnp.where(usable & jnp.isfinite(scale_lower), scale_lower, 0),
     )
-    return output, result, Hint(level=state.sufficient)
+    return output, result, _next_hint(hint, waiting, state, pool, attended, result, count)
+
+
+def _next_hint(hint, waiting, state, pool, attended, result, count) -> Hint:
+    """The level that was enough, and whether the kv head should be computed exactly for some steps."""
+    size = lambda mask: mask.sum(-1)[..., 0]  # [B, 1]
+    keys = result.keys_read.sum(-1)
+    pays = cost.pays(size(attended), size(pool), keys) & ~result.exact.any(-1)
+    tried = (count > 0).any(-1)
+    wait = jnp.where(tried & ~pays & result.certified.any(-1), cost.WAIT, 0)[..., None]
+    wait = jnp.where(waiting, jnp.maximum(hint.wait.max(-1, keepdims=True) - 1, 0), wait)
+    wait = jnp.broadcast_to(wait, waiting.shape).astype(jnp.int32)
+    return Hint(level=jnp.where(waiting, hint.level, state.sufficient), wait=wait)
 
 
 def _unit(cache: KVCache, attended: jax.Array) -> jax.Array:
@@ -180,10 +193,8 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         log_size = 0.5 * jnp.log(values.size**2 + prediction.offset[..., None] ** 2)
     pool_keys = jnp.broadcast_to(scores.pool.sum(-1), shape)
     count = estimator.level_count(pool_keys, epsilon)
-    start = jnp.zeros(shape, jnp.int32)
-    if hint is not None:
-        wanted = jnp.where(jnp.isfinite(hint.level), jnp.round(hint.level - 1), 0)
-        start = jnp.clip(wanted, 0, jnp.maximum(count - 1, 0).astype(jnp.float32)).astype(jnp.int32)
+    wanted = jnp.where(jnp.isfinite(hint.level), jnp.round(hint.level - 1), 0)
+    start = jnp.clip(wanted, 0, jnp.maximum(count - 1, 0).astype(jnp.float32)).astype(jnp.int32)
     rounding = _rounding(query, cache)
     budget = levels.Budget(
         tier="both" if config.bounds == "full" else "scalar",

@@ -162,9 +162,17 @@ class Hint:
 
     Attributes:
       level: float32 [B, N], the level that would have been sufficient; −1 where nothing is known.
+      wait: int32 [B, N], steps for which the kv head is computed exactly, because sampling cost more than that
+        (cost.py); equal for the heads of a group.
     """
 
     level: jax.Array
+    wait: jax.Array
+
+
+def init_hint(*, batch: int, heads: int) -> Hint:
+    """The hint of the first step, which knows nothing: B rows, N query heads."""
+    return Hint(level=jnp.full((batch, heads), -1, jnp.float32), wait=jnp.zeros((batch, heads), jnp.int32))
 
 
 @jax.tree_util.register_dataclass

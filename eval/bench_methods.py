@@ -20,6 +20,7 @@ import numpy as np
 import certjax
 from certjax import _ffi
 from certjax.eval.bench_inputs import Head
+from certjax.types import init_hint
 
 ROW_STRIDE = 16  # the row reference reads n over this many keys
 _INLINE_BYTES = 1 << 20  # shorter reads than this a thread are not worth waking one
@@ -80,8 +81,7 @@ def _certified(implementation: str, epsilons: Sequence[float], delta: float) -> 
 
     def prepare(config, head, t, previous):
         query, cache = head.steps[t]
-        unknown = lambda: certjax.Hint(jnp.full((1, query.shape[2]), -1, jnp.float32))
-        hint = previous.hint if previous is not None else unknown()
+        hint = init_hint(batch=1, heads=query.shape[2]) if previous is None else previous.hint
         rng = jax.random.fold_in(root, next(counter))  # fresh for every call
         return program, jax.block_until_ready((query, cache, rng, hint, config))
 

@@ -114,7 +114,7 @@ def _plot(path: str, rows: Sequence[Row], figure_class: Any) -> None:
         axes.set_yscale("log", base=2)
         axes.set(title="{2}, d {0}, g {1}".format(*panel), xlabel="keys n", ylabel="own dense ÷ method (times faster)")
         axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(path)
 
 

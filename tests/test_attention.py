@@ -121,7 +121,7 @@ class HintTest(chex.TestCase):
     @parameterized.parameters(np.nan, np.inf, -np.inf, 1e9, -7.0)
     def test_a_senseless_hint_is_harmless(self, level):
         cache, query = _setup(tokens=1500)
-        hint = certjax.Hint(jnp.full((1, 4), level, jnp.float32))
+        hint = certjax.Hint(jnp.full((1, 4), level, jnp.float32), jnp.zeros((1, 4), jnp.int32))
         out, scale, _ = dense64(query, cache)
         result = certjax.decode_attention(query, cache, rng=KEY, hint=hint, config=certjax.Config(epsilon=0.3))
         np.testing.assert_array_less(np.linalg.norm(np.asarray(result.output)[0, 0] - out, axis=-1), 0.3 * scale)
@@ -261,7 +261,7 @@ class TransformTest(chex.TestCase):
                 result = certjax.decode_attention(query, cache, rng=jax.random.fold_in(rng, i), hint=hint)
                 return cache, result.hint, worst & result.certificate.certified.all()
 
-            hint = certjax.Hint(jnp.full((1, 4), -1.0))
+            hint = certjax.init_hint(batch=1, heads=4)
             return jax.lax.fori_loop(0, 100, body, (cache, hint, jnp.bool_(True)))
 
         for seed in range(2):
@@ -288,7 +288,7 @@ class TransformTest(chex.TestCase):
 class BadInputTest(chex.TestCase):
     def test_errors_name_the_argument(self):
         cache, query = _setup()
-        hint = certjax.Hint(jnp.zeros((1, 3)))
+        hint = certjax.init_hint(batch=1, heads=3)
         cases = (
             ("query must be .*T=1", lambda: certjax.decode_attention(query[0], cache, rng=KEY)),
             ("query must be .*H=16", lambda: certjax.decode_attention(query[..., :8], cache, rng=KEY)),
@@ -351,7 +351,7 @@ class BadInputTest(chex.TestCase):
             {"scale": 0.05},
         ):
             self.assertTrue((read(dataclasses.replace(base, **change)) != reference).any(), change)
-        late = certjax.Hint(jnp.full((1, 4), 100.0))
+        late = certjax.Hint(jnp.full((1, 4), 100.0), jnp.zeros((1, 4), jnp.int32))
         self.assertTrue((read(base, late) != reference).any())
 
 

@@ -220,7 +220,7 @@ class Llama(nnx.Module):
     def init_hints(self, batch: int) -> Hints:
         """One hint a layer that says that nothing is known yet."""
         shape = (batch, self.config.num_heads)
-        return tuple(certjax.Hint(level=jnp.full(shape, -1.0, jnp.float32)) for _ in self.layers)
+        return tuple(certjax.init_hint(batch=shape[0], heads=shape[1]) for _ in self.layers)
 
     def decode_step(
         self,

@@ -37,6 +37,7 @@ enum Operand : size_t {
   kEpsilon,
   kDelta,
   kHint,
+  kWaiting,
   kOperands
 };
 enum Output : size_t {
@@ -52,6 +53,7 @@ enum Output : size_t {
   kLogNormalizer,
   kValueScaleLower,
   kSufficient,
+  kWait,
   kOutputs
 };
 
@@ -67,10 +69,10 @@ struct Job {
   }
 };
 
-// Levels of the grid below half of the pool: level_count of estimator.py.
+// Levels of the grid below a quarter of the pool: level_count of estimator.py.
 int LevelCount(int64_t pool_keys, float epsilon) {
   const float first = std::max(16.0f, 0.3f / (epsilon * epsilon));
-  const float ratio = static_cast<float>(pool_keys) / 2 / first;
+  const float ratio = static_cast<float>(pool_keys) / 4 / first;
   return ratio > 1.0f ? static_cast<int>(std::ceil(2 * std::log2(ratio))) : 0;
 }
 
@@ -79,7 +81,7 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
                             int32_t storage, int32_t isa) {
   Checker check;
   check.Require(args.size() == kOperands && rets.size() == kOutputs,
-                "certified_decode takes 21 operands and gives 12 results");
+                "certified_decode takes 22 operands and gives 13 results");
   if (!check.ok()) return Failed(check.error());
   std::vector<ffi::AnyBuffer> in, out;
   for (size_t i = 0; i < kOperands; ++i) {
@@ -137,7 +139,8 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
   operand("words", kWords, DataType::U32, {K, 4});
   operand("epsilon", kEpsilon, DataType::F32, {});
   operand("delta", kDelta, DataType::F32, {});
-  operand("hint", kHint, DataType::F32, {K, G});
+  operand("hint.level", kHint, DataType::F32, {K, G});
+  operand("hint.wait", kWaiting, DataType::S32, {K, G});
   const auto result = [&](const char* name, Output i, DataType t) {
     check.Buffer(name, out[i], t, lead, {K, G});
   };
@@ -153,6 +156,7 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
   result("log_normalizer", kLogNormalizer, DataType::F32);
   result("value_scale_lower", kValueScaleLower, DataType::F32);
   result("sufficient", kSufficient, DataType::F32);
+  result("wait", kWait, DataType::S32);
   if (!check.ok()) return Failed(check.error());
 
   Job job;
@@ -202,7 +206,10 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
     head->usable = *reinterpret_cast<const bool*>(at(kValid, b)) && length >= 0 && length <= S &&
                    kernels->all_finite[kFloat32](f32(kQuery, b * K * G * H), K * G * H);
     if (head->usable) {
-      a.levels = LevelCount(a.pool_end - a.pool_begin, a.promise.epsilon);
+      const auto* wait = reinterpret_cast<const int32_t*>(at(kWaiting, 4 * bk * G));
+      head->waiting = std::max(*std::max_element(wait, wait + G), 0);
+      const int levels = LevelCount(a.pool_end - a.pool_begin, a.promise.epsilon);
+      a.levels = head->waiting > 0 ? 0 : levels;
       keys += a.attend_end - a.attend_begin;
     }
     const auto field = [&](Output i) { return static_cast<char*>(out[i].untyped_data()); };
@@ -224,7 +231,8 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
                      result_f32(kBytesRead),
                      result_f32(kLogNormalizer),
                      result_f32(kValueScaleLower),
-                     result_f32(kSufficient)};
+                     result_f32(kSufficient),
+                     result_s32(kWait)};
     head->hint = f32(kHint, bk * G);
     head->kernels = kernels;
     head->storage = storage;

@@ -11,6 +11,7 @@ namespace {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int32_t kWait = 32;  // WAIT of certjax/cost.py
 
 int64_t DenseChunks(const CertifiedHead& a) {
   return (a.attend_end - a.attend_begin + kDenseKeys - 1) / kDenseKeys;
@@ -185,7 +186,25 @@ void HeadRun::Finish() {
     for (int c = 0; c < H; ++c) finite = finite && std::isfinite(out[c]);
     if (!finite) ReportUnusable(g);
   }
+  const int32_t wait = Wait();
+  for (int g = 0; g < a.group; ++g) results.wait[g] = wait;
   arena_.Release();
+}
+
+// What certjax/cost.py and _next_hint of reference.py decide.
+int32_t HeadRun::Wait() const {
+  if (waiting > 0) return waiting - 1;
+  bool exact = false, any = false;
+  float keys = 0.0f;
+  for (int g = 0; g < a.group; ++g) {
+    exact |= results.exact[g];
+    any |= results.certified[g];
+    keys += static_cast<float>(results.keys_read[g]);
+  }
+  const float pool = static_cast<float>(std::max<int64_t>(a.pool_end - a.pool_begin, 0));
+  const float attended = static_cast<float>(a.attend_end - a.attend_begin);
+  const bool pays = 9 * pool + 100 * keys + 10000 < 20 * attended;
+  return a.levels > 0 && any && (exact || !pays) ? kWait : 0;
 }
 
 // What a sampled head found.
@@ -209,7 +228,7 @@ void HeadRun::Report(int g) {
   results.bytes_read[g] = static_cast<float>((rows * row + 2 * row * window + scan) / a.group);
   results.certified[g] = true;
   results.exact[g] = false;
-  results.sufficient[g] = -1.0f;
+  results.sufficient[g] = waiting > 0 ? hint[g] : -1.0f;
   if (a.levels == 0) return;
   const LevelState& s = a.state[g];
   results.sufficient[g] = s.sufficient;
@@ -239,7 +258,8 @@ void HeadRun::ReportUnusable(int g) {
   results.bytes_read[g] = 0.0f;
   results.log_normalizer[g] = kNan;
   results.value_scale_lower[g] = 0.0f;
-  results.sufficient[g] = -1.0f;
+  results.sufficient[g] = waiting > 0 ? hint[g] : -1.0f;
+  results.wait[g] = std::max(waiting - 1, 0);
 }
 
 }  // namespace certjax

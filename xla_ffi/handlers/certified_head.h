@@ -27,6 +27,7 @@ struct HeadResults {
   float* threshold;
   int32_t *keys_read, *candidates;
   float *bytes_read, *log_normalizer, *value_scale_lower, *sufficient;
+  int32_t* wait;
 };
 
 class HeadRun {
@@ -34,6 +35,7 @@ class HeadRun {
   CertifiedHead a = {};
   HeadResults results = {};
   const float* hint = nullptr;  // [G]
+  int32_t waiting = 0;          // steps for which this head is computed exactly
   const Kernels* kernels = nullptr;
   int storage = 0;
   int64_t number = 0;   // of this head in the call
@@ -51,6 +53,7 @@ class HeadRun {
   bool Reserve();
   void Carve(Layout* layout);
   void Finish();
+  int32_t Wait() const;
   void Report(int g);
   void ReportUnusable(int g);
 
