@@ -120,9 +120,11 @@ def isa_levels() -> tuple[str, ...]:
     return tuple(_native.isa_levels()) if _native is not None else ()
 
 
-def usable_levels(max_leaf: int, leaf1_ecx: int, leaf7_ebx: int, leaf7_ecx: int, xcr0: int) -> list[str]:
+def usable_levels(
+    max_leaf: int, leaf1_ecx: int, leaf7_ebx: int, leaf7_ecx: int, leaf71_eax: int, xcr0: int
+) -> list[str]:
     """The levels that an x86 machine with these cpuid and xcr0 values could run: the decision alone, for tests."""
-    return _require().usable_levels(max_leaf, leaf1_ecx, leaf7_ebx, leaf7_ecx, xcr0)
+    return _require().usable_levels(max_leaf, leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf71_eax, xcr0)
 
 
 def resolve_isa(isa: str | None) -> str:
@@ -140,6 +142,11 @@ def resolve_isa(isa: str | None) -> str:
     if asked not in levels:
         raise ValueError(f"{source} must be one of the levels available here, {', '.join(levels)}: got {asked!r}")
     return asked
+
+
+def is_vectorised() -> bool:
+    """Whether the level that calls run on uses vector instructions: the scalar one is slower than XLA."""
+    return _native is not None and resolve_isa(None) != isa_levels()[0]
 
 
 def _attributes(cache: KVCache, isa: str | None) -> dict[str, np.int32]:

@@ -19,8 +19,9 @@ IMPLEMENTATIONS = ("native", "xla", "dense")
 def choose_implementation(implementation: str | None = None, config: Config | None = None) -> str:
     """The implementation that `decode_attention` uses on a CPU for these arguments.
 
-    None means "native" where the extension loads and supports the configuration, else "xla"; on other platforms the
-    program runs "xla".
+    None means "native" where the extension loads and supports the configuration, else "xla"; "dense" where the
+    extension would run without vector instructions, since nothing is faster there. On other platforms than CPUs, None
+    runs "xla".
 
     Raises:
       ValueError: the name is unknown, or the implementation cannot run here; the message says why.
@@ -32,8 +33,10 @@ def choose_implementation(implementation: str | None = None, config: Config | No
     if loaded and config.measure == "denominator":
         loaded, reason = False, 'the extension has no measure "denominator": use implementation="xla"'
     match implementation:
+        case None if loaded:
+            return "native" if _ffi.is_vectorised() else "dense"
         case None:
-            return "native" if loaded else "xla"
+            return "xla"
         case "native" if not loaded:
             raise ValueError(f'implementation="native" is not available: {reason}')
         case "native" | "xla" | "dense":
@@ -141,7 +144,7 @@ def dense_decode_attention(
         output, log_normalizer, _ = reference.dense(reference.exact_scores(query, key), attended, value)
         return output, log_normalizer
 
-    if implementation is None and G > _ffi.MAX_GROUP:
+    if implementation is None and (G > _ffi.MAX_GROUP or not _ffi.is_vectorised()):
         implementation = "xla"
     output, log_normalizer = dispatch(implementation, native, xla)(grouped, cache)
     usable = (cache.valid & jnp.isfinite(grouped).all((1, 2, 3)))[:, None, None]

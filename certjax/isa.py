@@ -1,8 +1,8 @@
 """Which instruction sets the kernels use.
 
-Levels, ascending: "scalar" (the floor of the architecture), "avx2" (AVX2, FMA, F16C), "avx512" (F, BW, VL, VNNI). A
-level is available where the processor has every feature it is compiled with and the operating system saves the
-registers it needs. All levels give the same bits, so a level only affects speed.
+Levels, ascending: "scalar" (the floor of the architecture), "avx2" (AVX2, FMA, F16C), "avxvnni" (also AVX-VNNI),
+"avx512" (F, BW, VL, VNNI). A level is available where the processor has every feature it is compiled with and the
+operating system saves the registers it needs. All levels give the same bits, so a level only affects speed.
 
 The environment variable `CERTJAX_ISA` names the level to run on, instead of the best one. It is read when a call is
 traced; a level that is unknown or not available is a ValueError then.

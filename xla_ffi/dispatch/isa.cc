@@ -17,6 +17,7 @@ CpuRegisters ReadCpuRegisters() {
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
     r.leaf7_ebx = ebx;
     r.leaf7_ecx = ecx;
+    if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) r.leaf71_eax = eax;
   }
   if (r.leaf1_ecx >> 27 & 1) {  // without OSXSAVE the instruction itself is illegal
     uint32_t low, high;
@@ -40,6 +41,7 @@ std::vector<std::pair<const char*, bool>> CpuFeatures(const CpuRegisters& r) {
       {"avx2", avx && bit(leaf7, r.leaf7_ebx, 5)},
       {"fma", avx && bit(ymm, r.leaf1_ecx, 12)},
       {"f16c", avx && bit(ymm, r.leaf1_ecx, 29)},
+      {"avx_vnni", avx && bit(leaf7, r.leaf71_eax, 4)},
       {"avx512f", avx && bit(zmm && leaf7, r.leaf7_ebx, 16)},
       {"avx512bw", avx && bit(zmm && leaf7, r.leaf7_ebx, 30)},
       {"avx512vl", avx && bit(zmm && leaf7, r.leaf7_ebx, 31)},
@@ -57,7 +59,8 @@ std::vector<Isa> UsableLevels(const CpuRegisters& registers) {
     return ok;
   };
   if (all(0, 3)) levels.push_back(kIsaAvx2);
-  if (all(0, 7)) levels.push_back(kIsaAvx512);
+  if (all(0, 4)) levels.push_back(kIsaAvxVnni);
+  if (all(0, 3) && all(4, 8)) levels.push_back(kIsaAvx512);
 #else
   (void)registers;
 #endif

@@ -9,9 +9,17 @@
 namespace certjax {
 
 // Ascending: a later level is preferred. The numbers are the `isa` attribute of the FFI calls.
-enum Isa : int { kIsaAuto = -1, kIsaScalar = 0, kIsaAvx2 = 1, kIsaAvx512 = 2, kIsaLevels = 3 };
+enum Isa : int {
+  kIsaAuto = -1,
+  kIsaScalar = 0,
+  kIsaAvx2 = 1,
+  kIsaAvxVnni = 2,
+  kIsaAvx512 = 3,
+  kIsaLevels = 4
+};
 
-inline constexpr const char* kIsaNames[kIsaLevels] = {"scalar", "avx2", "avx512"};
+inline constexpr const char* kIsaNames[kIsaLevels] = {"scalar", "avx2", "avxvnni",
+                                                             "avx512"};
 
 // What the processor and the operating system say; all zero on other architectures.
 struct CpuRegisters {
@@ -19,6 +27,7 @@ struct CpuRegisters {
   uint32_t leaf1_ecx;  // cpuid 1
   uint32_t leaf7_ebx;  // cpuid 7.0
   uint32_t leaf7_ecx;
+  uint32_t leaf71_eax;  // cpuid 7.1; 0 where there is no such subleaf
   uint64_t
       xcr0;  // xgetbv 0: register state that the system saves; read only where cpuid 1 has OSXSAVE
 };

@@ -12,6 +12,7 @@ const Kernels* KernelsFor(int isa) {
   if (std::find(levels.begin(), levels.end(), isa) == levels.end()) return nullptr;
 #if defined(__x86_64__)
   if (isa == kIsaAvx512) return &kAvx512Kernels;
+  if (isa == kIsaAvxVnni) return &kAvxVnniKernels;
   if (isa == kIsaAvx2) return &kAvx2Kernels;
 #endif
   return &kScalarKernels;
