@@ -258,7 +258,15 @@ _MEASURES = ("value", "output")  # the enum Measure of the native code
 
 
 def certified_decode(
-    query: jax.Array, cache: KVCache, words: jax.Array, config: Config, hint: Hint, *, isa: str | None = None
+    query: jax.Array,
+    cache: KVCache,
+    words: jax.Array,
+    config: Config,
+    hint: Hint,
+    *,
+    dense: bool = False,
+    dtype: Any = jnp.float32,
+    isa: str | None = None,
 ) -> tuple[jax.Array, Certificate, Hint]:
     """`certjax.reference.decode` in the extension.
 
@@ -268,6 +276,8 @@ def certified_decode(
       words: uint32 [B, K, 4] (perturbation.py).
       config: measure "value" or "output", tier 1 of the certificate.
       hint: fields [B, K, G].
+      dense: compute every head exactly; words, epsilon, delta and hint are not looked at.
+      dtype: that the output will be rounded to: what overflows it is not certified.
       isa: as in `append`.
 
     Returns:
@@ -303,6 +313,8 @@ def certified_decode(
     output, *rest = call(
         *operands,
         measure=np.int32(_MEASURES.index(config.measure)),
+        dense=np.bool_(dense),
+        largest=np.float32(jnp.finfo(dtype).max),
         window=np.int64(min(config.window, S)),
         sinks=np.int64(min(config.sinks, S)),
         span=np.int64(config.attention_span or 0),

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 
 from certjax import _ffi, reference
 from certjax._dispatch import dispatch
-from certjax.cache import from_storage
 from certjax.perturbation import row_words
-from certjax.quantization import norm_up
 from certjax.types import AttentionResult, Certificate, Config, Hint, KVCache, init_hint
 
 IMPLEMENTATIONS = ("native", "xla", "dense")
@@ -97,17 +95,23 @@ def decode_attention(
             )
     hint = jax.tree.map(lambda x: jnp.reshape(x, (B, K, G)), hint)
     chosen = choose_implementation(implementation, config)
-    if implementation is None and G > _ffi.MAX_GROUP:
-        chosen = "xla"
     if chosen == "dense":
         return dense_decode_attention(query, cache, config=config)
     # The scale is in the query already: another one is no other program.
     program = dataclasses.replace(config, scale=None)
-    if chosen == "native" and implementation is None:
+
+    def native(query, cache, words, hint):
+        return _by_head(*_ffi.certified_decode(query, cache, words, program, hint, dtype=dtype), dtype)
+
+    def xla(query, cache, words, hint):
+        return _by_head(*_within(dtype, *reference.decode(query, cache, words, program, hint)), dtype)
+
+    dtype = query.dtype
+    if implementation is None and G > _ffi.MAX_GROUP:
+        chosen = "xla"
+    elif implementation is None and chosen == "native":
         chosen = None  # decided when the platform is known
-    step = dispatch(chosen, _ffi.certified_decode, reference.decode)
-    output, certificate, hint = step(grouped, cache, words, program, hint)
-    return _finish(output, certificate, hint, query.dtype)
+    return dispatch(chosen, native, xla)(grouped, cache, words, hint)
 
 
 def dense_decode_attention(
@@ -129,54 +133,28 @@ def dense_decode_attention(
       ValueError: as `decode_attention`.
     """
     config = Config() if config is None else config
-    H = cache.shape[3]
+    B, K, _, _ = cache.shape
     grouped = _check_query(query, cache, config)
     G = grouped.shape[2]
+    dtype = query.dtype
+    hint = jax.tree.map(lambda x: x.reshape(B, K, G), init_hint(batch=B, heads=K * G))
+    program = Config(window=config.window, sinks=config.sinks, attention_span=config.attention_span)
 
     def native(query, cache):
-        return _ffi.dense_decode(query, cache, span=config.attention_span or 0)
+        words = jnp.zeros((B, K, 4), jnp.uint32)
+        return _by_head(*_ffi.certified_decode(query, cache, words, program, hint, dense=True, dtype=dtype), dtype)
 
     def xla(query, cache):
-        pool, window = reference.masks(cache, config)
-        attended = pool | window
-        clean = attended[:, :, 0, :, None]
-        key, value = (jnp.where(clean, from_storage(x, cache.dtype), 0) for x in (cache.key, cache.value))
-        output, log_normalizer, _ = reference.dense(reference.exact_scores(query, key), attended, value)
-        return output, log_normalizer
+        return _by_head(*_within(dtype, *reference.decode_exactly(query, cache, program), hint), dtype)
 
     if implementation is None and (G > _ffi.MAX_GROUP or not _ffi.is_vectorised()):
         implementation = "xla"
-    output, log_normalizer = dispatch(implementation, native, xla)(grouped, cache)
-    usable = (cache.valid & jnp.isfinite(grouped).all((1, 2, 3)))[:, None, None]
-    usable = usable & reference.finite(grouped, cache, output, log_normalizer)  # [B, K, G]
-    output = jnp.where(usable[..., None], output, jnp.nan)
-    attended_keys = cache.length if config.attention_span is None else jnp.minimum(cache.length, config.attention_span)
-    row_bytes = (attended_keys * (2 * H * cache.key.dtype.itemsize)).astype(jnp.float32)
-    pool_keys = reference.masks(cache, config)[0].sum(-1).astype(jnp.int32)  # [B, 1, 1]
-    everywhere = lambda x: jnp.broadcast_to(x, usable.shape)
-    certificate = Certificate(
-        certified=usable,
-        exact=usable,
-        error_bound=jnp.where(usable, jnp.float32(0), jnp.inf),
-        level=everywhere(jnp.int32(-1)),
-        threshold=everywhere(-jnp.inf),
-        keys_read=everywhere(pool_keys),
-        candidates=everywhere(pool_keys),
-        bytes_read=everywhere(row_bytes[:, None, None] / G),
-        log_normalizer=jnp.where(usable, log_normalizer, jnp.nan),
-        value_scale_lower=jnp.where(
-            usable, norm_up(output) * (1 - 2e-4), 0
-        ),  # M ≥ ‖o‖; norm_up is at most 1e-4 too large
-    )
-    return _finish(output, certificate, Hint(everywhere(jnp.float32(-1)), everywhere(jnp.int32(0))), query.dtype)
+    return dispatch(implementation, native, xla)(grouped, cache)
 
 
-def _finish(output: jax.Array, certificate: Certificate, hint: Hint, dtype) -> AttentionResult:
-    """From fields [B, K, G] to [B, N], the output in the query's dtype; what overflows that dtype is not certified."""
-    B, K, G, H = output.shape
-    certificate, hint = jax.tree.map(lambda x: x.reshape(B, K * G), (certificate, hint))
-    output = output.reshape(B, K * G, H).astype(dtype)
-    usable = certificate.certified & jnp.isfinite(output).all(-1)
+def _within(dtype, output: jax.Array, certificate: Certificate, hint: Hint) -> tuple[jax.Array, Certificate, Hint]:
+    """What overflows the query's dtype is not certified."""
+    usable = certificate.certified & jnp.isfinite(output.astype(dtype)).all(-1)
     certificate = dataclasses.replace(
         certificate,
         certified=usable,
@@ -184,7 +162,14 @@ def _finish(output: jax.Array, certificate: Certificate, hint: Hint, dtype) -> A
         error_bound=jnp.where(usable, certificate.error_bound, jnp.inf),
         value_scale_lower=jnp.where(usable, certificate.value_scale_lower, 0),
     )
-    return AttentionResult(jnp.where(usable[..., None], output, jnp.nan)[:, None], certificate, hint)
+    return jnp.where(usable[..., None], output, jnp.nan), certificate, hint
+
+
+def _by_head(output: jax.Array, certificate: Certificate, hint: Hint, dtype) -> AttentionResult:
+    """From fields [B, K, G] to [B, N], the output in the query's dtype."""
+    B, K, G, H = output.shape
+    certificate, hint = jax.tree.map(lambda x: x.reshape(B, K * G), (certificate, hint))
+    return AttentionResult(output.reshape(B, 1, K * G, H).astype(dtype), certificate, hint)
 
 
 def _check_query(query: jax.Array, cache: KVCache, config: Config) -> jax.Array:

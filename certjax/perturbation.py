@@ -1,7 +1,8 @@
 """Fresh Exp(1) variables: U_i is a counter-based hash of (random key, row, kv head, key index), E_i = −ln U_i.
 
-Four 32-bit words a, b, c, d per row and kv head come from JAX's own generator (Threefry by default), so the caller's
-key, step, layer, row and head are absorbed by it. The key index i is then absorbed word by word through full
+Four 32-bit words a, b, c, d per row and kv head are Threefry-2x32 (Salmon et al., 2011) of the random key, row and
+head; step and layer are in the key. It is written out here because `jax.random.bits` runs its rounds as a loop on
+CPUs, which takes as long as a small decode step. The key index i is then absorbed word by word through full
 avalanches:
 
     high = mix(mix(i ⊕ a) ⊕ b),   low = mix(mix(i ⊕ c) ⊕ d),   U = (2²¹ high + ⌊low / 2¹¹⌋ + 1) · 2⁻⁵³  ∈ (0, 1].
@@ -44,8 +45,32 @@ def row_words(rng: jax.Array, batch: int, kv_heads: int) -> jax.Array:
         raise ValueError(f"rng must be a key made by jax.random.key: got {jnp.result_type(rng)} {jnp.shape(rng)}")
     if rng.shape not in ((), (batch,)):
         raise ValueError(f"rng must be one key or one key a row, shape () or ({batch},): got {rng.shape}")
-    rows = rng if rng.shape else jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(batch))
-    return jax.vmap(lambda key: jax.random.bits(key, (kv_heads, 4), jnp.uint32))(rows)
+    data = jax.random.key_data(rng)
+    if data.shape[-1] % 2:
+        raise ValueError(f"rng must be a threefry2x32, rbg or unsafe_rbg key: got {jnp.result_type(rng)}")
+    data = data.reshape(-1, 1, 1, data.shape[-1])
+    row = jnp.zeros((1,), jnp.uint32) if rng.shape else jnp.arange(batch, dtype=jnp.uint32)
+    shape = (batch, kv_heads, 2)
+    # The constant keeps these blocks apart from those that jax.random draws from the same key.
+    first = jnp.broadcast_to((row + jnp.uint32(0x63657274))[:, None, None], shape)
+    second = jnp.broadcast_to(jnp.arange(2 * kv_heads, dtype=jnp.uint32).reshape(1, kv_heads, 2), shape)
+    for i in range(0, data.shape[-1], 2):
+        first, second = threefry(data[..., i], data[..., i + 1], first, second)
+    return jnp.stack([first, second], -1).reshape(batch, kv_heads, 4)
+
+
+def threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds of the block (x0, x1): uint32, broadcast against each other."""
+    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << rotation) | (x1 >> (32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x0, x1
 
 
 def hash_bits(words: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:

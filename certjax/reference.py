@@ -63,6 +63,34 @@ def dense(scores: jax.Array, attended: jax.Array, value: jax.Array) -> tuple[jax
     return output, top + jnp.log(mass), square
 
 
+def decode_exactly(query: jax.Array, cache: KVCache, config: Config) -> tuple[jax.Array, Certificate]:
+    """Dense attention with the trivial certificate: as `decode`, [B, K, G, H] and [B, K, G]."""
+    H, G = query.shape[-1], query.shape[2]
+    pool, window = masks(cache, config)
+    attended = pool | window
+    clean = attended[:, :, 0, :, None]
+    key, value = (jnp.where(clean, from_storage(x, cache.dtype), 0) for x in (cache.key, cache.value))
+    output, log_normalizer, _ = dense(exact_scores(query, key), attended, value)
+    usable = (cache.valid & jnp.isfinite(query).all((1, 2, 3)))[:, None, None]
+    usable = usable & finite(query, cache, output, log_normalizer)  # [B, K, G]
+    output = jnp.where(usable[..., None], output, jnp.nan)
+    row_bytes = attended.sum(-1).astype(jnp.float32) * (2 * H * cache.key.dtype.itemsize) / G
+    pool_keys = pool.sum(-1).astype(jnp.int32)
+    everywhere = lambda x: jnp.broadcast_to(x, usable.shape)
+    return output, Certificate(
+        certified=usable,
+        exact=usable,
+        error_bound=jnp.where(usable, jnp.float32(0), jnp.inf),
+        level=everywhere(jnp.int32(-1)),
+        threshold=everywhere(-jnp.inf),
+        keys_read=everywhere(pool_keys),
+        candidates=everywhere(pool_keys),
+        bytes_read=everywhere(row_bytes),
+        log_normalizer=jnp.where(usable, log_normalizer, jnp.nan),
+        value_scale_lower=jnp.where(usable, norm_up(output) * (1 - 2e-4), 0),  # M ≥ ‖o‖, norm_up is 1e-4 too large
+    )
+
+
 def finite(query: jax.Array, cache: KVCache, output: jax.Array, log_normalizer: jax.Array) -> jax.Array:
     """Heads whose arithmetic did not overflow (bool [B, K, G]): of finite inputs scores and sums may be infinite."""
     scores = norm_up(query) * cache.key_norm_max[:, :, None] < 1e37  # so that no partial sum of one overflows

@@ -14,25 +14,17 @@ from tests.shared import inputs
 from tests.shared.dense import dense64
 
 KEY = jax.random.key(0)
+SLOTS = 2048  # of every cache and every prefill: another shape is another program to compile
 
 
-def _setup(
-    family="gaussian",
-    tokens=700,
-    capacity=2048,
-    kv_heads=2,
-    groups=2,
-    head_dim=16,
-    dtype="float32",
-    seed=0,
-    batch=1,
-    scale=3.0,
-):
-    key, value, query = inputs.draw(
-        family, seed=seed, tokens=tokens, kv_heads=kv_heads, groups=groups, head_dim=head_dim, batch=batch
-    )
-    cache = certjax.init_cache(batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, dtype=dtype)
-    return certjax.prefill(cache, key, value, query=query), scale * query[:, -1:]
+def _setup(family="gaussian", tokens=700, dtype="float32", scale=3.0):
+    key, value, query = inputs.draw(family, seed=0, tokens=SLOTS, kv_heads=2, groups=2, head_dim=16)
+    cache = _empty(dtype=dtype)
+    return certjax.prefill(cache, key, value, lengths=np.array([tokens]), query=query), scale * query[:, -1:]
+
+
+def _empty(batch=1, dtype="float32"):
+    return certjax.init_cache(batch=batch, kv_heads=2, head_dim=16, capacity=SLOTS, dtype=dtype)
 
 
 class CertifiedErrorTest(chex.TestCase):
@@ -77,11 +69,11 @@ class CertifiedErrorTest(chex.TestCase):
         self.assertFalse(bool(result.certificate.exact.all()))
 
     def test_large_entries_in_float16_do_not_overflow(self):
-        # q·k reaches 60 · 60 · 128 = 460 800, beyond float16's largest number.
-        cache = certjax.init_cache(batch=1, kv_heads=1, head_dim=128, capacity=128, dtype="float16")
-        key = jnp.full((1, 100, 1, 128), 60.0).at[:, ::2].multiply(-1)
-        cache = certjax.prefill(cache, key, jnp.ones((1, 100, 1, 128)))
-        query = jnp.full((1, 1, 2, 128), 60, jnp.float16)
+        # q·k / 4 reaches 250 · 250 · 4 = 250 000, beyond float16's largest number.
+        key = np.full((1, SLOTS, 2, 16), 250, np.float32)
+        key[:, ::2] *= -1
+        cache = certjax.prefill(_empty(dtype="float16"), key, np.ones_like(key), query=np.ones((1, SLOTS, 4, 16), "f4"))
+        query = jnp.full((1, 1, 4, 16), 250, jnp.float16)
         for op in (
             lambda: certjax.decode_attention(query, cache, rng=KEY),
             lambda: certjax.dense_decode_attention(query, cache),
@@ -141,12 +133,10 @@ class DenseTest(chex.TestCase):
 
     @parameterized.product(n=(0, 1, 3, 63, 64, 65, 127, 128, 129, 200), window=(0, 64))
     def test_short_contexts_are_exact(self, n, window):
-        key, value, query = inputs.draw("gaussian", seed=n, tokens=200, kv_heads=2, groups=2, head_dim=16)
-        cache = certjax.init_cache(batch=1, kv_heads=2, head_dim=16, capacity=2048, dtype="float32")
-        cache = certjax.prefill(cache, key, value, lengths=jnp.array([n]))
-        result = certjax.decode_attention(query[:, -1:], cache, rng=KEY, config=certjax.Config(window=window))
+        cache, query = _setup(tokens=n, scale=1.0)
+        result = certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(window=window))
         self.assertTrue(bool(result.certificate.certified.all()))
-        want = dense64(query[:, -1:], cache)[0] if n else np.zeros((4, 16))
+        want = dense64(query, cache)[0] if n else np.zeros((4, 16))
         np.testing.assert_allclose(np.asarray(result.output)[0, 0], want, atol=0.05 if n > 130 else 1e-5)
 
     @parameterized.product(span=(1, 4, 650), sinks=(3,))
@@ -164,10 +154,8 @@ class DenseTest(chex.TestCase):
 
 class RaggedTest(chex.TestCase):
     def test_rows_do_not_see_each_other(self):
-        key, value, query = inputs.draw("gaussian", seed=0, tokens=1024, kv_heads=2, groups=2, head_dim=16, batch=3)
-        lengths = jnp.array([9, 1024, 0])
-        cache = certjax.init_cache(batch=3, kv_heads=2, head_dim=16, capacity=1024, dtype="float32")
-        cache = certjax.prefill(cache, key, value, lengths=lengths)
+        key, value, query = inputs.draw("gaussian", seed=0, tokens=SLOTS, kv_heads=2, groups=2, head_dim=16, batch=3)
+        cache = certjax.prefill(_empty(batch=3), key, value, lengths=np.array([9, SLOTS, 0]))
         keys = jax.random.split(KEY, 3)
         config = certjax.Config(epsilon=0.3)
         together = certjax.decode_attention(query[:, -1:], cache, rng=keys, config=config)
@@ -182,16 +170,17 @@ class RaggedTest(chex.TestCase):
 
     @parameterized.parameters("query", "key", "overflow")
     def test_a_bad_row_is_nan_and_never_certified(self, what):
-        key, value, query = inputs.draw("gaussian", seed=0, tokens=300, kv_heads=2, groups=2, head_dim=16, batch=2)
-        cache = certjax.init_cache(batch=2, kv_heads=2, head_dim=16, capacity=320, dtype="float32")
+        draws = inputs.draw("gaussian", seed=0, tokens=SLOTS, kv_heads=2, groups=2, head_dim=16, batch=3)
+        key, value, query = (np.array(x) for x in draws)
         query = query[:, -1:]
         if what == "key":
-            key = key.at[1, 17, 0, 0].set(jnp.nan)
-        cache = certjax.prefill(cache, key, value)
+            key[1, 17, 0, 0] = np.nan
+        cache = certjax.prefill(_empty(batch=3), key, value, lengths=np.array([300, 300, 0]))
         if what == "query":
-            query = query.at[1, 0, 3, 2].set(jnp.inf)
+            query[1, 0, 3, 2] = np.inf
         if what == "overflow":
-            cache = jax.jit(certjax.prefill)(cache, key[:, :100], value[:, :100], lengths=jnp.array([0, 100]))
+            cache = jax.jit(certjax.prefill)(cache, key, value, lengths=np.array([0, SLOTS - 299, 0]))
+        query = jnp.asarray(query)
         for result in (
             certjax.decode_attention(query, cache, rng=KEY),
             certjax.dense_decode_attention(query, cache),
@@ -205,9 +194,11 @@ class RaggedTest(chex.TestCase):
 
     @parameterized.product(key=(1.0, 1e25), value=(1.0, 3e38))
     def test_overflow_is_never_certified(self, key, value):
-        cache = certjax.init_cache(batch=1, kv_heads=2, head_dim=16, capacity=2048, dtype="float32")
-        signs = jnp.where(jnp.arange(200) % 2, 1.0, -1.0)[None, :, None, None]
-        cache = certjax.prefill(cache, key * signs * jnp.ones((1, 200, 2, 16)), jnp.full((1, 200, 2, 16), value))
+        keys = np.full((1, SLOTS, 2, 16), key, np.float32)
+        keys[:, ::2] *= -1
+        values = np.full_like(keys, value)
+        ones = np.ones((1, SLOTS, 4, 16), np.float32)
+        cache = certjax.prefill(_empty(), keys, values, lengths=np.array([200]), query=ones)
         query = jnp.full((1, 1, 4, 16), key)
         for result in (
             certjax.decode_attention(query, cache, rng=KEY),
@@ -288,7 +279,7 @@ class TransformTest(chex.TestCase):
 class BadInputTest(chex.TestCase):
     def test_errors_name_the_argument(self):
         cache, query = _setup()
-        hint = certjax.init_hint(batch=1, heads=3)
+        hint, full = certjax.init_hint(batch=1, heads=3), certjax.Config(bounds="full")
         cases = (
             ("query must be .*T=1", lambda: certjax.decode_attention(query[0], cache, rng=KEY)),
             ("query must be .*H=16", lambda: certjax.decode_attention(query[..., :8], cache, rng=KEY)),
@@ -301,8 +292,8 @@ class BadInputTest(chex.TestCase):
             ("hint.level must be", lambda: certjax.decode_attention(query, cache, rng=KEY, hint=hint)),
             ("implementation must be", lambda: certjax.decode_attention(query, cache, rng=KEY, implementation="cuda")),
             (
-                "no certified decode in this version",
-                lambda: certjax.decode_attention(query, cache, rng=KEY, implementation="native"),
+                "the extension has no tier 2",
+                lambda: certjax.decode_attention(query, cache, rng=KEY, config=full, implementation="native"),
             ),
             ("epsilon must lie", lambda: certjax.Config(epsilon=0.0)),
             ("delta must lie", lambda: certjax.Config(delta=1.0)),

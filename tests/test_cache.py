@@ -36,11 +36,11 @@ def _assert_same(a, b, full_blocks):
 class PrefillTest(chex.TestCase):
     @parameterized.parameters("float32", "bfloat16", "float16")
     def test_holds_what_was_given(self, dtype):
-        key, value, _ = _tokens(150)
+        key, value, _ = _tokens(122)  # as many as elsewhere: another number is another program to compile
         cache = certjax.prefill(_cache(dtype=dtype), key, value)
-        self.assertEqual(cache.length.tolist(), [150])
+        self.assertEqual(cache.length.tolist(), [122])
         for stored, given in ((cache.key, key), (cache.value, value)):
-            got = from_storage(stored, dtype)[:, :, :150].swapaxes(1, 2)
+            got = from_storage(stored, dtype)[:, :, :122].swapaxes(1, 2)
             np.testing.assert_array_equal(got, given.astype(dtype).astype(jnp.float32))
 
     def test_chunks_equal_one_call(self):
@@ -69,12 +69,12 @@ class PrefillTest(chex.TestCase):
 
     def test_prefill_up_to_the_last_slot(self):
         key, value, _ = _tokens(256)
-        cache = certjax.prefill(_cache(), key[:, :200], value[:, :200])
-        cache = certjax.prefill(cache, key[:, 200:], value[:, 200:])
+        cache = certjax.prefill(_cache(), key[:, :122], value[:, :122])
+        cache = certjax.prefill(cache, key[:, 122:], value[:, 122:])
         np.testing.assert_array_equal(cache.key.swapaxes(1, 2), key)
 
     def test_key_norm_is_an_upper_bound(self):
-        key, value, _ = _tokens(100)
+        key, value, _ = _tokens(122)
         cache = certjax.prefill(_cache(), key, value)
         norm = np.linalg.norm(np.asarray(key, np.float64), axis=-1).max(1)
         self.assertTrue((np.asarray(cache.key_norm_max) >= norm).all())

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl.testing import parameterized
 
 from certjax import perturbation
 
@@ -84,6 +85,21 @@ class ExponentialTest(chex.TestCase):
 
 
 class WordsTest(chex.TestCase):
+    @parameterized.parameters(0, 1, 12345)
+    def test_threefry_is_that_of_jax(self, seed):
+        key = jax.random.key(seed)
+        data = jax.random.key_data(key)
+        for i in (0, 1, 7, 2**31):
+            # fold_in is one block under the key: the counter is the number's own two words.
+            want = jax.random.key_data(jax.random.fold_in(key, i))
+            got = perturbation.threefry(data[0], data[1], jnp.uint32(0), jnp.uint32(i))
+            np.testing.assert_array_equal(np.stack(got), want)
+
+    @parameterized.parameters("threefry2x32", "rbg", "unsafe_rbg")
+    def test_every_kind_of_key(self, impl):
+        words = [np.asarray(perturbation.row_words(jax.random.key(s, impl=impl), 2, 3)) for s in (0, 1)]
+        self.assertEqual(len(np.unique(np.stack(words))), 48)
+
     def test_rows_heads_and_keys_differ(self):
         words = np.asarray(perturbation.row_words(jax.random.key(0), 3, 4))
         chex.assert_shape(words, (3, 4, 4))

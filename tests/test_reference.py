@@ -30,6 +30,7 @@ def family_cache(name, tokens=TOKENS, head_dim=HEAD_DIM):
     return certjax.prefill(cache, key, value), jnp.asarray(family.query)[None, None, None]
 
 
+@jax.jit
 def seen_by_the_product(query, cache, words, config):
     """What the product knows before it samples: scores, values in units, prediction, c, unit."""
     grouped = query.reshape(1, 1, 1, -1) * jnp.float32(query.shape[-1] ** -0.5)
@@ -40,7 +41,7 @@ def seen_by_the_product(query, cache, words, config):
     values = reference._values(cache, from_storage(cache.value, cache.dtype) / unit, unit)
     norm_size = config.measure != "denominator"
     prediction = estimator.predict(scores, values.size, values.norm, values.square, norm_size)
-    return scores, values, prediction, float(c[0, 0, 0]), float(unit[0, 0, 0, 0])
+    return scores, values, prediction, c[0, 0, 0], unit[0, 0, 0, 0]
 
 
 class OracleTest(chex.TestCase):

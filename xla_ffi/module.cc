@@ -61,8 +61,7 @@ NB_MODULE(_native, m) {
       "usable_levels",
       [](uint32_t max_leaf, uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx,
          uint32_t leaf71_eax, uint64_t xcr0) {
-        return Names(
-            UsableLevels({max_leaf, leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf71_eax, xcr0}));
+        return Names(UsableLevels({max_leaf, leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf71_eax, xcr0}));
       },
       nb::arg("max_leaf"), nb::arg("leaf1_ecx"), nb::arg("leaf7_ebx"), nb::arg("leaf7_ecx"),
       nb::arg("leaf71_eax"), nb::arg("xcr0"));

@@ -238,7 +238,7 @@ class Llama(nnx.Module):
           tokens: int32 [B], at position `caches[0].length`.
           caches: one a layer.
           hints: what the previous step returned, or `init_hints`.
-          rng: key of this step; the layer's number is folded in here.
+          rng: key of this step; the layers' keys are split off it here.
           config: for the attention; `delta` is that of a single call.
           active: bool [B]; rows that are False append nothing, and their logits mean nothing. Default: all active.
 
@@ -248,9 +248,10 @@ class Llama(nnx.Module):
         rotary = self.rotary(caches[0].length[:, None])
         x = self.embed(tokens[:, None])
         new_caches, new_hints, metrics = [], [], []
+        keys = jax.random.split(rng, len(self.layers))  # at once: on CPUs a fold_in for every layer takes its time
         for i, layer in enumerate(self.layers):
             x, (cache, hint, metric) = layer(
-                x, rotary, functools.partial(self.attend, i, caches[i], hints[i], rng, config, active)
+                x, rotary, functools.partial(self.attend, i, caches[i], hints[i], keys[i], config, active)
             )
             new_caches.append(cache)
             new_hints.append(hint)
@@ -263,7 +264,7 @@ class Llama(nnx.Module):
         if self.config.windows[i] is not None:
             config = dataclasses.replace(config, attention_span=self.config.windows[i])
         cache = certjax.append(cache, key, value, active=active)
-        result = self.attention(query, cache, rng=jax.random.fold_in(rng, i), hint=hint, config=config)
+        result = self.attention(query, cache, rng=rng, hint=hint, config=config)
         result, extra = result if isinstance(result, tuple) else (result, {})
         metrics = {name: getattr(result.certificate, name) for name in CERTIFICATE_METRICS}
         return result.output, (cache, result.hint, metrics | extra)

@@ -38,25 +38,43 @@ def test_doctor_json_and_a_level_that_is_not_there(monkeypatch):
         assert "CERTJAX_ISA" in rows["ISA level chosen"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("convert", "nothing.gguf", "out"), "no such file"),
-        (("demo", "nowhere"), "not a certjax checkpoint"),
-        (("demo", "nowhere", "--prompt", "nothing.txt"), "cannot be read"),
-        (("demo", "nowhere", "--tokens", "1"), "tokens must be"),
-        (("demo", "nowhere", "--prompt", "blank.txt"), "blank.txt: holds no text"),
-        (("demo", "nowhere", "--seed", "9" * 23), "seed must lie in 0 … 4294967295: got 999"),
-    ],
+MISTAKES = (
+    (("convert", "nothing.gguf", "out"), "no such file"),
+    (("demo", "nowhere"), "not a certjax checkpoint"),
+    (("demo", "nowhere", "--prompt", "nothing.txt"), "cannot be read"),
+    (("demo", "nowhere", "--tokens", "1"), "tokens must be"),
+    (("demo", "nowhere", "--prompt", "blank.txt"), "blank.txt: holds no text"),
+    (("demo", "nowhere", "--seed", "9" * 23), "seed must lie in 0 … 4294967295: got 999"),
 )
-def test_a_mistake_is_one_line(words, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+
+ONE_AFTER_ANOTHER = """
+import sys
+from certjax.eval import cli
+for line in sys.stdin:
+    try:
+        cli.main(["certjax", *line.split()])
+    except SystemExit as end:
+        print("ends with", end.code, file=sys.stderr)
+"""
+
+
+def test_mistakes_are_one_line_each(tmp_path):
     (tmp_path / "blank.txt").write_text(" \n")
-    done = run(*words)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_ANOTHER],
+        input="\n".join(" ".join(words) for words, _ in MISTAKES),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 * len(MISTAKES), done.stderr
+    assert lines[1::2] == ["ends with 1"] * len(MISTAKES)
+    for line, (_, message) in zip(lines[::2], MISTAKES, strict=True):
+        assert line.startswith("certjax: ")
+        assert message in line
 
 
 def test_text_that_is_not_utf8(tmp_path):
@@ -65,6 +83,7 @@ def test_text_that_is_not_utf8(tmp_path):
     done = run("demo", "nowhere", "--prompt", str(bad))
     assert done.returncode == 1
     assert "is not UTF-8 text" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_output_that_the_terminal_cannot_show(tmp_path, monkeypatch):

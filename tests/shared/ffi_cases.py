@@ -4,10 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from certjax import _ffi, quantization
-from certjax.cache import from_storage, init_cache, to_storage
+from certjax.cache import from_storage, init_cache
 from certjax.types import KVCache
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -22,8 +23,9 @@ def make_cache(rng, *, batch=2, kv_heads=2, head_dim=32, capacity=192, dtype="bf
     shape = (batch, kv_heads, head_dim)
 
     def fill(x):
-        tokens = to_storage(jnp.asarray(rng.standard_normal((*shape[:2], length, head_dim)), jnp.float32), dtype)
-        return x.at[:, :, :length].set(tokens)
+        x = np.array(x)
+        x[:, :, :length] = stored(rng.standard_normal((*shape[:2], length, head_dim)), dtype)
+        return jnp.asarray(x)
 
     return dataclasses.replace(
         cache,
@@ -36,12 +38,18 @@ def make_cache(rng, *, batch=2, kv_heads=2, head_dim=32, capacity=192, dtype="bf
     )
 
 
+def stored(x, dtype):
+    """What a cache of this dtype stores, in numpy: each operation of jnp is another program to compile."""
+    x = x.astype(np.float32)
+    return x.astype(ml_dtypes.bfloat16).view(np.uint16) if dtype == "bfloat16" else x.astype(dtype)
+
+
 def make_tokens(rng, cache, count, scale=1.0):
     """Keys and values [count, B, K, H] in the storage dtype; channels of very different sizes."""
     B, K, _, H = cache.shape
     sizes = scale * np.exp(rng.standard_normal(H))
     return [
-        to_storage(jnp.asarray(rng.standard_normal((count, B, K, H)) * sizes + offset, jnp.float32), cache.dtype)
+        jnp.asarray(stored(rng.standard_normal((count, B, K, H)) * sizes + offset, cache.dtype))
         for offset in (scale * rng.standard_normal(H), 0)
     ]
 

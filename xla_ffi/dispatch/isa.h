@@ -18,8 +18,7 @@ enum Isa : int {
   kIsaLevels = 4
 };
 
-inline constexpr const char* kIsaNames[kIsaLevels] = {"scalar", "avx2", "avxvnni",
-                                                             "avx512"};
+inline constexpr const char* kIsaNames[kIsaLevels] = {"scalar", "avx2", "avxvnni", "avx512"};
 
 // What the processor and the operating system say; all zero on other architectures.
 struct CpuRegisters {

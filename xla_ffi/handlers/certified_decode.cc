@@ -77,8 +77,8 @@ int LevelCount(int64_t pool_keys, float epsilon) {
 }
 
 ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                            int32_t measure, int64_t window, int64_t sinks, int64_t span,
-                            int32_t storage, int32_t isa) {
+                            int32_t measure, bool dense, float largest, int64_t window,
+                            int64_t sinks, int64_t span, int32_t storage, int32_t isa) {
   Checker check;
   check.Require(args.size() == kOperands && rets.size() == kOutputs,
                 "certified_decode takes 22 operands and gives 13 results");
@@ -112,7 +112,8 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
                 "query heads per kv head must be 1 to 16: got " + std::to_string(G));
   check.Require(measure == kValue || measure == kOutput,
                 "measure is unknown: " + std::to_string(measure));
-  check.Require(window >= 0 && sinks >= 0 && span >= 0, "window, sinks and span must be at least 0");
+  check.Require(window >= 0 && sinks >= 0 && span >= 0,
+                "window, sinks and span must be at least 0");
   check.Require(type != DataType::INVALID, "storage is unknown: " + std::to_string(storage));
   if (!check.ok()) return Failed(check.error());
   const auto operand = [&](const char* name, Operand i, DataType t,
@@ -171,7 +172,9 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
     const auto f32 = [&](Operand i, int64_t offset) {
       return reinterpret_cast<const float*>(at(i, 4 * offset));
     };
-    const auto u16 = [&](Operand i) { return reinterpret_cast<const uint16_t*>(at(i, 2 * bk * S)); };
+    const auto u16 = [&](Operand i) {
+      return reinterpret_cast<const uint16_t*>(at(i, 2 * bk * S));
+    };
     const auto u8 = [&](Operand i, int64_t offset) {
       return reinterpret_cast<const uint8_t*>(at(i, offset));
     };
@@ -209,16 +212,12 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
       const auto* wait = reinterpret_cast<const int32_t*>(at(kWaiting, 4 * bk * G));
       head->waiting = std::max(*std::max_element(wait, wait + G), 0);
       const int levels = LevelCount(a.pool_end - a.pool_begin, a.promise.epsilon);
-      a.levels = head->waiting > 0 ? 0 : levels;
+      a.levels = dense || head->waiting > 0 ? 0 : levels;
       keys += a.attend_end - a.attend_begin;
     }
     const auto field = [&](Output i) { return static_cast<char*>(out[i].untyped_data()); };
-    const auto result_f32 = [&](Output i) {
-      return reinterpret_cast<float*>(field(i)) + bk * G;
-    };
-    const auto result_s32 = [&](Output i) {
-      return reinterpret_cast<int32_t*>(field(i)) + bk * G;
-    };
+    const auto result_f32 = [&](Output i) { return reinterpret_cast<float*>(field(i)) + bk * G; };
+    const auto result_s32 = [&](Output i) { return reinterpret_cast<int32_t*>(field(i)) + bk * G; };
     const auto result_bool = [&](Output i) { return reinterpret_cast<bool*>(field(i)) + bk * G; };
     head->results = {reinterpret_cast<float*>(field(kOut)) + bk * G * H,
                      result_bool(kCertified),
@@ -235,6 +234,7 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
                      result_s32(kWait)};
     head->hint = f32(kHint, bk * G);
     head->kernels = kernels;
+    head->largest = largest;
     head->storage = storage;
     head->number = bk;
     job.heads.push_back(std::move(head));
@@ -256,6 +256,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_certified_decode, certjax::CertifiedDecode
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int32_t>("measure")
+                                  .Attr<bool>("dense")
+                                  .Attr<float>("largest")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("sinks")
                                   .Attr<int64_t>("span")

@@ -183,7 +183,7 @@ void HeadRun::Finish() {
     const float* out = results.out + g * H;
     const double reach = Norm(a.query + g * H, H) * a.key_norm_max;
     bool finite = reach < 1e37 && results.log_normalizer[g] < kInf;
-    for (int c = 0; c < H; ++c) finite = finite && std::isfinite(out[c]);
+    for (int c = 0; c < H; ++c) finite = finite && std::fabs(out[c]) <= largest;
     if (!finite) ReportUnusable(g);
   }
   const int32_t wait = Wait();

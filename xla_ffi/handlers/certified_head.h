@@ -38,9 +38,10 @@ class HeadRun {
   int32_t waiting = 0;          // steps for which this head is computed exactly
   const Kernels* kernels = nullptr;
   int storage = 0;
-  int64_t number = 0;   // of this head in the call
-  bool usable = true;   // the row's inputs are finite and its length is possible
-  bool failed = false;  // no memory
+  int64_t number = 0;    // of this head in the call
+  float largest = 0.0f;  // number of the query's dtype
+  bool usable = true;    // the row's inputs are finite and its length is possible
+  bool failed = false;   // no memory
 
   // Runs one task and appends those that follow. Tasks of one kind may run at the same time.
   void Run(const Task& task, std::vector<Task>* more);

@@ -56,7 +56,8 @@ inline uint16_t F16Up(float x) {
   const uint32_t bits = ToBits(x);
   const uint32_t sign = bits >> 16 & 0x8000;
   const uint32_t magnitude = bits & 0x7FFFFFFF;
-  if (magnitude > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00 | (magnitude >> 13 & 0x3FF));
+  if (magnitude > 0x7F800000)
+    return static_cast<uint16_t>(sign | 0x7E00 | (magnitude >> 13 & 0x3FF));
   if (magnitude == 0x7F800000) return static_cast<uint16_t>(sign | 0x7C00);
   const uint32_t away = sign ? 0 : 1;  // upward is away from zero for positive numbers only
   if (magnitude >= 0x47800000) return static_cast<uint16_t>(sign ? 0xFBFF : 0x7C00);

@@ -24,7 +24,8 @@ struct LevelSums {
 template <typename T>
 class Summer {
  public:
-  Summer(const CertifiedHead& head, int g, LevelSums* out) : a_(head), s_(head.state[g]), out_(out) {
+  Summer(const CertifiedHead& head, int g, LevelSums* out)
+      : a_(head), s_(head.state[g]), out_(out) {
     for (int x = 0; x < 2 * a_.head_dim; ++x) acc_[x] = 0.0f;
     for (F32x16& x : sum_) x = Set1(0.0f);
   }
@@ -41,7 +42,7 @@ class Summer {
   // Into double, so that float32 rounding does not grow with the sample.
   void Fold() {
     if (n_ > 0) AddTile();
-    double* totals[9] = {&out_->exact, &out_->sampled, &out_->hat, &out_->t0, &out_->t1,
+    double* totals[9] = {&out_->exact, &out_->sampled, &out_->hat, &out_->t0,  &out_->t1,
                          &out_->t2,    &out_->s0,      &out_->s2,  &out_->mass};
     for (int x = 0; x < 9; ++x) {
       *totals[x] += SumLanes(sum_[x]);
@@ -80,15 +81,9 @@ class Summer {
     const F32x16 w2_capped = Mul(w2, capped);
     const F32x16 spread = Mul(OneMinusExp(Min(log_pi, zero)), w2);
     const F32x16 mass = Select(light, FirstLanes(one, n, 0.0f), Exp(log_pi));
-    const F32x16 terms[9] = {heavy_weight,
-                             light_weight,
-                             Mul(weight, capped),
-                             w2,
-                             w2_capped,
-                             Mul(w2_capped, capped),
-                             spread,
-                             Mul(spread, size_square),
-                             mass};
+    const F32x16 terms[9] = {
+        heavy_weight,           light_weight, Mul(weight, capped),      w2,  w2_capped,
+        Mul(w2_capped, capped), spread,       Mul(spread, size_square), mass};
     for (int x = 0; x < 9; ++x) sum_[x] = Add(sum_[x], terms[x]);
     float weights[2][kLanes];
     Store(weights[0], weight);
@@ -132,7 +127,8 @@ void SumLevel(const CertifiedHead& a, int g, LevelSums* out) {
 // Σ ω ‖v − o‖² at most, over all o within b of ô.
 inline F32x16 SpreadUpper(double weight, double scatter, double far, F32x16 b) {
   const F32x16 x = Add(Set1(static_cast<float>(far) * kOutward), b);
-  const F32x16 moved = Fma(Mul(x, x), Set1(static_cast<float>(weight)), Set1(static_cast<float>(scatter)));
+  const F32x16 moved =
+      Fma(Mul(x, x), Set1(static_cast<float>(weight)), Set1(static_cast<float>(scatter)));
   return Mul(moved, Set1(weight > 0.0 ? kOutward : 0.0f));
 }
 
@@ -243,16 +239,16 @@ void RunEvaluate(CertifiedHead& a, int g) {
   const double log_v = log_inverse - __builtin_log(value ? 0.4 : 0.45);
   double bound, scale_lower;
   if (value) {
-    const double scale_squared =
-        ScaleSquaredLower(sums, s, denominator, s.window_hat + sums.hat, cap, tau,
-                          log_inverse - __builtin_log(0.1));
+    const double scale_squared = ScaleSquaredLower(sums, s, denominator, s.window_hat + sums.hat,
+                                                   cap, tau, log_inverse - __builtin_log(0.1));
     const double by_scale = allowed * __builtin_sqrt(scale_squared);
     const double by_output = allowed * size / (1 + allowed);
     bound = by_scale > by_output ? by_scale : by_output;
     const double root = __builtin_sqrt(scale_squared);
     scale_lower = root > size - bound ? root : size - bound;
   } else {
-    const double largest = s.radius + __builtin_sqrt(center_size);  // ≥ M: rounding is relative to it
+    const double largest =
+        s.radius + __builtin_sqrt(center_size);  // ≥ M: rounding is relative to it
     bound = epsilon * size / (1 + epsilon) - s.rounding * largest;
     scale_lower = size - bound > 0.0 ? size - bound : 0.0;
   }
@@ -265,8 +261,8 @@ void RunEvaluate(CertifiedHead& a, int g) {
   // Tier 1: every interval of the grid must be refuted.
   const RangeFactor range(s);
   const F32x16 upper = Load(b + 1);
-  const F32x16 largest =
-      Mul(Set1(static_cast<float>(tau)), range(Add(Set1(static_cast<float>(x0) * kOutward), upper)));
+  const F32x16 largest = Mul(Set1(static_cast<float>(tau)),
+                             range(Add(Set1(static_cast<float>(x0) * kOutward), upper)));
   const F32x16 limit = Max(Mul(largest, largest), Set1(kTiny));
   const F32x16 seen = SpreadUpper(sums.s0, spread > 0.0 ? spread : 0.0, __builtin_sqrt(far), upper);
   const F32x16 variance = Mul(limit, MeanUpper(Div(seen, limit), static_cast<float>(log_v)));

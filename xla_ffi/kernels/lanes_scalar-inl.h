@@ -176,8 +176,8 @@ inline void StoreHalfUp(uint16_t* p, F32x16 a) {
   for (int j = 0; j < kLanes; ++j) p[j] = F16Up(a.lane[j]);
 }
 
-// dots[g][0][k] = Σ_c low nibble · query and dots[g][1][k] = Σ_c high nibble · query, for 16 keys and
-// `lines` lines of codes (layout: certjax/quantization.py); query[g] holds `stride` = 8 · lines
+// dots[g][0][k] = Σ_c low nibble · query and dots[g][1][k] = Σ_c high nibble · query, for 16 keys
+// and `lines` lines of codes (layout: certjax/quantization.py); query[g] holds `stride` = 8 · lines
 // values in −127 … 127. Exact.
 template <int heads>
 inline void DotCodes(const uint8_t* codes, int lines, const int8_t* query, int stride,

@@ -12,9 +12,7 @@ constexpr float kInf = __builtin_inff();
 constexpr float kTiny = 1e-30f;  // as TINY of certjax/certificate.py
 
 inline F32x16 Abs(F32x16 a) { return AsFloat(AndI(AsInt(a), SetI(0x7FFFFFFF))); }
-inline F32x16 Clamp(F32x16 a, float low, float high) {
-  return Min(Max(a, Set1(low)), Set1(high));
-}
+inline F32x16 Clamp(F32x16 a, float low, float high) { return Min(Max(a, Set1(low)), Set1(high)); }
 
 // Lanes j < n of a, `other` beyond.
 inline F32x16 FirstLanes(F32x16 a, int n, float other) {
@@ -47,8 +45,8 @@ inline F32x16 ExpSeries(F32x16 r) {
   return Fma(p, r, Set1(1.0f));
 }
 
-// exp(x), relative error below 3e-7; exactly 0 below −86, where 2ⁿ would leave the normal range, and
-// exp(88) above 88.
+// exp(x), relative error below 3e-7; exactly 0 below −86, where 2ⁿ would leave the normal range,
+// and exp(88) above 88.
 inline F32x16 Exp(F32x16 x) {
   F32x16 t;
   const F32x16 r = ReduceByLn2(Min(Set1(88.0f), x), &t);

@@ -101,14 +101,14 @@ struct ScanChunk {
 struct LevelState {
   bool running, certified;
   int level;
-  float c;            // deterministic reference: weights are exp(s − c)
-  float offset;       // r0
-  float mass, scale_squared;        // predictions of Z and M²
+  float c;                    // deterministic reference: weights are exp(s − c)
+  float offset;               // r0
+  float mass, scale_squared;  // predictions of Z and M²
   float log_tau;
-  float filter;       // candidates have upper + ln t at least this
-  float deep;         // the same some levels on: candidates are collected ahead
-  float covered;      // down to here they are
-  float rounding;     // of float32 arithmetic, relative to M
+  float filter;                      // candidates have upper + ln t at least this
+  float deep;                        // the same some levels on: candidates are collected ahead
+  float covered;                     // down to here they are
+  float rounding;                    // of float32 arithmetic, relative to M
   float size_max, size_min, radius;  // Range of certificate.py
   double window_mass, window_hat;    // Σ w and Σ w min(‖v‖² / cap, 1) over the window
   float sufficient, bound, scale_lower, denominator;
@@ -137,33 +137,33 @@ struct CertifiedHead {
   uint32_t words[4];  // of perturbation.py
   Promise promise;
   // Workspace.
-  float* ordered;           // [G, H] in channel order
-  float* minus_step;        // [G, H], −step of the int8 query, and 1 / step
-  float* inverse_step;      // [G, H]
-  float* lane_query;        // [G, H] in lane order
-  float* lane_center;       // [H] value centre in units, in lane order
-  float* window_score;      // [G, window]
-  float* window_square;     // [window] ‖v‖² in units
-  double* window_first;     // [G, H] Σ w (v − c0), in lane order
-  uint16_t* upper;          // * [pool groups of 16, G, 16] float16 upper bounds of s + E − reference
-  float* estimate;          // * [chunks, kChunkBlocks + 3, G, 16]
-  ScanChunk* chunk;         // * [chunks]
-  int32_t* later;           // * [chunks] candidates of later levels, not read yet
-  int32_t* later_index;     // * [chunks, kSegment] their keys
-  float* later_bound;       // * [chunks, G, kSegment] their upper + ln t
-  int32_t* entries;         // * [chunks] candidates read so far
-  int32_t* index;           // * [chunks, kSegment] their keys
-  float* size;              // * ν in units
-  float* noise;             // * E
-  float* square;            // * ‖v‖² in units; −1 where the value was not read
-  float* score;             // * [chunks, G, kSegment] s − c
-  float* log_size;          // * [chunks, G, kSegment] ln t
-  float* center;            // * [G, H] ô − c0 in units
+  float* ordered;        // [G, H] in channel order
+  float* minus_step;     // [G, H], −step of the int8 query, and 1 / step
+  float* inverse_step;   // [G, H]
+  float* lane_query;     // [G, H] in lane order
+  float* lane_center;    // [H] value centre in units, in lane order
+  float* window_score;   // [G, window]
+  float* window_square;  // [window] ‖v‖² in units
+  double* window_first;  // [G, H] Σ w (v − c0), in lane order
+  uint16_t* upper;       // * [pool groups of 16, G, 16] float16 upper bounds of s + E − reference
+  float* estimate;       // * [chunks, kChunkBlocks + 3, G, 16]
+  ScanChunk* chunk;      // * [chunks]
+  int32_t* later;        // * [chunks] candidates of later levels, not read yet
+  int32_t* later_index;  // * [chunks, kSegment] their keys
+  float* later_bound;    // * [chunks, G, kSegment] their upper + ln t
+  int32_t* entries;      // * [chunks] candidates read so far
+  int32_t* index;        // * [chunks, kSegment] their keys
+  float* size;           // * ν in units
+  float* noise;          // * E
+  float* square;         // * ‖v‖² in units; −1 where the value was not read
+  float* score;          // * [chunks, G, kSegment] s − c
+  float* log_size;       // * [chunks, G, kSegment] ln t
+  float* center;         // * [G, H] ô − c0 in units
   float reference[kMaxGroup], residual_weight[kMaxGroup];
   float window_size_max;
-  float center_norm;        // ‖c0‖ from above
+  float center_norm;  // ‖c0‖ from above
   double unit;
-  bool collect;             // this round looks at all keys again
+  bool collect;  // this round looks at all keys again
   LevelState state[kMaxGroup];
 };
 
