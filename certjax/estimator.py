@@ -154,6 +154,11 @@ def first_size(epsilon: jax.Array) -> jax.Array:
     return jnp.maximum(16, 0.3 / epsilon**2)
 
 
+def level_size(level: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """m_j, the expected sample of a level at most (keys of weight above τ count once)."""
+    return first_size(epsilon) * jnp.exp2(level.astype(jnp.float32) / LEVELS_PER_DOUBLING)
+
+
 def log_threshold(level: jax.Array, mass: jax.Array, epsilon: jax.Array) -> jax.Array:
     """Ln τ_j = ln(Z / m_j)."""
     log_m = jnp.log(first_size(epsilon)) + level.astype(jnp.float32) * (jnp.log(2.0) / LEVELS_PER_DOUBLING)

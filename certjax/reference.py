@@ -28,6 +28,7 @@ class State(NamedTuple):
     bound: jax.Array
     scale_lower: jax.Array
     sufficient: jax.Array
+    expected: jax.Array  # sample of the level that comes next; of the last one where certified
 
 
 def masks(cache: KVCache, config: Config) -> tuple[jax.Array, jax.Array]:
@@ -231,6 +232,7 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         rounding=rounding,
     )
     evaluate = levels.evaluate_output if norm_size else levels.evaluate_denominator
+    attended = (scores.pool | scores.window).sum(-1)
 
     def body(state: State) -> State:
         log_tau = estimator.log_threshold(state.level, prediction.mass, epsilon)
@@ -244,31 +246,41 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         jump = jnp.round(0.5 * estimator.LEVELS_PER_DOUBLING * jnp.log2(jnp.clip(out.shortfall, 1, 1e6)))
         # At least one level, in integers: the loop ends whatever the arithmetic gave.
         next_level = state.level + jnp.maximum(jump.astype(jnp.int32), 1)
-        too_many = (drawn.heavy | drawn.light).sum(-1) >= pool_keys // 2
-        ended = passed | too_many | (next_level >= count)
+        ended = passed | (next_level >= count)
+        keys = jnp.maximum((drawn.heavy | drawn.light).sum(-1), 1).astype(jnp.float32)
+        rate = 1 / estimator.LEVELS_PER_DOUBLING
+        grown = keys * jnp.exp2(rate * (next_level - state.level).astype(jnp.float32))
+        expected = jnp.where(passed, keys, jnp.minimum(grown, estimator.level_size(next_level, epsilon)))
+        expected = jnp.where(state.running, jnp.where(ended & ~passed, 0, expected), state.expected)
+        certified = state.certified | passed
+        running = cost.go_on(state.running & ~ended, certified, expected, attended)
         keep = lambda new, old: jnp.where(state.running.reshape(shape + (1,) * (new.ndim - 3)), new, old)
         return State(
-            level=jnp.where(state.running & ~ended, next_level, state.level),
-            running=state.running & ~ended,
-            certified=state.certified | passed,
+            level=jnp.where(running, next_level, state.level),
+            running=running,
+            certified=certified,
             center=keep(out.center, state.center),
             denominator=keep(out.denominator, state.denominator),
             bound=keep(out.bound, state.bound),
             scale_lower=keep(out.scale_lower, state.scale_lower),
             # After dense, try again a level below where it gave up.
             sufficient=keep(jnp.where(passed, sufficient, state.level.astype(jnp.float32)), state.sufficient),
+            expected=expected,
         )
 
     zero = jnp.zeros(shape, jnp.float32)
+    possible = usable & (count > 0) & (budget.allowed >= epsilon / 2)
+    first = jnp.where(possible, estimator.level_size(start, epsilon), 0)
     initial = State(
         level=start,
-        running=usable & (count > 0) & (budget.allowed >= epsilon / 2),
+        running=cost.go_on(possible, jnp.zeros(shape, bool), first, attended),
         certified=jnp.zeros(shape, bool),
         center=jnp.zeros(query.shape, jnp.float32),
         denominator=zero,
         bound=zero,
         scale_lower=zero,
-        sufficient=zero - 1,
+        sufficient=jnp.where(possible, start.astype(jnp.float32), -1),
+        expected=first,
     )
     state = jax.lax.while_loop(lambda state: state.running.any(), body, initial)
     return state, prediction, log_size, count

@@ -30,9 +30,14 @@ def family_cache(name, tokens=TOKENS, head_dim=HEAD_DIM):
     return certjax.prefill(cache, key, value), jnp.asarray(family.query)[None, None, None]
 
 
-@jax.jit
 def seen_by_the_product(query, cache, words, config):
     """What the product knows before it samples: scores, values in units, prediction, c, unit."""
+    *seen, c, unit = _seen_by_the_product(query, cache, words, config)
+    return *seen, float(c), float(unit)
+
+
+@jax.jit
+def _seen_by_the_product(query, cache, words, config):
     grouped = query.reshape(1, 1, 1, -1) * jnp.float32(query.shape[-1] ** -0.5)
     pool, window = reference.masks(cache, config)
     raw = reference.exact_scores(grouped, cache.key)

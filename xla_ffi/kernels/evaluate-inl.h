@@ -300,8 +300,11 @@ void RunEvaluate(CertifiedHead& a, int g) {
   const double damped = shortfall > 1.0 ? shortfall < 1e6 ? shortfall : 1e6 : 1.0;
   const int jump = static_cast<int>(__builtin_rint(__builtin_log2(damped)));
   const int next = s.level + (jump > 1 ? jump : 1);
-  const bool too_many = sums.keys >= (a.pool_end - a.pool_begin) / 2;
-  s.running = !passed && !too_many && next < a.levels;
+  s.running = !passed && next < a.levels;
+  const float keys = sums.keys > 1 ? static_cast<float>(sums.keys) : 1.0f;
+  const float grown = keys * __builtin_exp2f(0.5f * static_cast<float>(next - s.level));
+  const float most = LevelSize(next, epsilon);
+  s.expected = passed ? keys : !s.running ? 0.0f : grown < most ? grown : most;
   if (s.running) SetLevel(s, next, static_cast<float>(first_size), a.reference[g]);
 }
 

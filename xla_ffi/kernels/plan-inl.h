@@ -98,6 +98,11 @@ inline float FirstSize(float epsilon) {
   return m > 16.0f ? m : 16.0f;
 }
 
+// Expected sample of a level, at most: level_size of estimator.py.
+inline float LevelSize(int level, float epsilon) {
+  return FirstSize(epsilon) * __builtin_exp2f(0.5f * static_cast<float>(level));
+}
+
 // Merges the chunks: reference c, sizes, predictions, window sums, first level.
 template <typename T>
 void RunPlan(CertifiedHead& a, const float* hint) {
@@ -191,7 +196,6 @@ void RunPlan(CertifiedHead& a, const float* hint) {
     // Beyond this the bounds of the scan might overflow.
     const bool tame = products < 1e30 && s.mass > 0.0f && s.mass < kInf && s.scale_squared < kInf;
     s.running = tame && a.levels > 0 && epsilon - s.rounding >= epsilon / 2;
-    s.sufficient = -1.0f;
     s.bound = s.scale_lower = s.denominator = 0.0f;
     s.keys = 0;
     s.covered = kInf;
@@ -200,6 +204,8 @@ void RunPlan(CertifiedHead& a, const float* hint) {
     int start = 0;
     if (wanted > 0.0f && wanted < kInf) start = wanted < last ? static_cast<int>(wanted) : last;
     SetLevel(s, start < 0 ? 0 : start, FirstSize(epsilon), a.reference[g]);
+    s.sufficient = s.running ? static_cast<float>(s.level) : -1.0f;
+    s.expected = s.running ? LevelSize(s.level, epsilon) : 0.0f;
   }
   for (int64_t k = 0; k < chunks; ++k) a.entries[k] = a.later[k] = 0;
 }

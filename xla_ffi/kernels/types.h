@@ -111,6 +111,7 @@ struct LevelState {
   float rounding;                    // of float32 arithmetic, relative to M
   float size_max, size_min, radius;  // Range of certificate.py
   double window_mass, window_hat;    // Σ w and Σ w min(‖v‖² / cap, 1) over the window
+  float expected;  // sample of the level that comes next; of the last one where certified
   float sufficient, bound, scale_lower, denominator;
   int64_t keys;
 };
@@ -167,10 +168,19 @@ struct CertifiedHead {
   LevelState state[kMaxGroup];
 };
 
-// Before the Read calls of a round: whether what was collected ahead is enough.
+// Before the Read calls of a round: whether it is worth while (go_on of certjax/cost.py), and
+// whether what was collected ahead is enough.
 inline bool BeginRound(CertifiedHead& a) {
   bool running = false;
+  bool stop = false;
+  float expected = 0.0f;
   a.collect = false;
+  for (int g = 0; g < a.group; ++g) {
+    stop |= !a.state[g].running && !a.state[g].certified;
+    expected += a.state[g].expected;
+  }
+  stop |= 4 * expected > static_cast<float>(a.attend_end - a.attend_begin);
+  for (int g = 0; stop && g < a.group; ++g) a.state[g].running = false;
   for (int g = 0; g < a.group; ++g) {
     running |= a.state[g].running;
     a.collect |= a.state[g].running && a.state[g].filter < a.state[g].covered;
