@@ -105,6 +105,13 @@ def thread_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def task_times() -> dict[str, int]:
+    """Nanoseconds that certified steps have spent since the process began, over all threads, by kind of task: prepare
+    (query and window), scan (with the plan), read (candidates and values), evaluate (sums and certificate), dense.
+    """
+    return _require().task_times()
+
+
 def huge_pages() -> str:
     """The machine's setting of transparent huge pages: "always", "madvise", "never" or "unknown"."""
     try:

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dispatch/isa.h"
+#include "handlers/certified_head.h"
 #include "handlers/handlers.h"
 #include "handlers/parallel.h"
 
@@ -65,6 +66,14 @@ NB_MODULE(_native, m) {
       },
       nb::arg("max_leaf"), nb::arg("leaf1_ecx"), nb::arg("leaf7_ebx"), nb::arg("leaf7_ecx"),
       nb::arg("leaf71_eax"), nb::arg("xcr0"));
+  m.def("task_times", [] {
+    constexpr const char* kNames[kTaskKinds] = {"prepare", "scan", "read", "evaluate", "dense"};
+    nb::dict times;
+    for (int i = 0; i < kTaskKinds; ++i) {
+      times[kNames[i]] = TaskTimes()[i].load(std::memory_order_relaxed);
+    }
+    return times;
+  });
   m.def("seen_threads", [] { return SeenThreads().load(std::memory_order_relaxed); });
 }
 

@@ -8,6 +8,7 @@
 #include "handlers/check.h"
 #include "handlers/crew.h"
 #include "handlers/handlers.h"
+#include "handlers/pages.h"
 
 namespace certjax {
 namespace {
@@ -160,6 +161,9 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
   result("wait", kWait, DataType::S32);
   if (!check.ok()) return Failed(check.error());
 
+  RequestHugePages(in[kKey].untyped_data(), in[kKey].size_bytes());
+  RequestHugePages(in[kValueRows].untyped_data(), in[kValueRows].size_bytes());
+  RequestHugePages(in[kCodes].untyped_data(), in[kCodes].size_bytes());
   Job job;
   std::vector<Task> tasks;
   int64_t keys = 0;

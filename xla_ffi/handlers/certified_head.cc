@@ -1,6 +1,7 @@
 #include "handlers/certified_head.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 
@@ -74,6 +75,13 @@ void HeadRun::Push(Task::Kind kind, int64_t count, std::vector<Task>* more) {
 }
 
 void HeadRun::Run(const Task& task, std::vector<Task>* more) {
+  const auto start = std::chrono::steady_clock::now();
+  Work(task, more);
+  const std::chrono::nanoseconds spent = std::chrono::steady_clock::now() - start;
+  TaskTimes()[task.kind].fetch_add(spent.count(), std::memory_order_relaxed);
+}
+
+void HeadRun::Work(const Task& task, std::vector<Task>* more) {
   switch (task.kind) {
     case Task::kBegin:
       Begin(more);

@@ -2,6 +2,7 @@
 #ifndef CERTJAX_HANDLERS_CERTIFIED_HEAD_H_
 #define CERTJAX_HANDLERS_CERTIFIED_HEAD_H_
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <vector>
@@ -17,6 +18,15 @@ struct Task {
   Kind kind;
   int64_t index;  // chunk or query head
 };
+
+inline constexpr int kTaskKinds = Task::kDense + 1;
+
+// Nanoseconds spent in tasks of each kind since the process began, over all threads; what follows a
+// kind (plan, merge) counts with it.
+inline std::array<std::atomic<int64_t>, kTaskKinds>& TaskTimes() {
+  static std::array<std::atomic<int64_t>, kTaskKinds> times{};
+  return times;
+}
 
 // Where the results of a kv head go: the fields of certjax.Certificate, [G] each, and the hint.
 struct HeadResults {
@@ -47,6 +57,7 @@ class HeadRun {
   void Run(const Task& task, std::vector<Task>* more);
 
  private:
+  void Work(const Task& task, std::vector<Task>* more);
   void Begin(std::vector<Task>* more);
   void NextLevel(std::vector<Task>* more);
   void BeginDense(std::vector<Task>* more);
