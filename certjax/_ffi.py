@@ -321,6 +321,7 @@ def certified_decode(
         *operands,
         measure=np.int32(_MEASURES.index(config.measure)),
         dense=np.bool_(dense),
+        always_sample=np.bool_(config.always_sample),
         largest=np.float32(jnp.finfo(dtype).max),
         window=np.int64(min(config.window, S)),
         sinks=np.int64(min(config.sinks, S)),

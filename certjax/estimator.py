@@ -142,10 +142,10 @@ def predict(
 
 
 def level_count(pool_keys: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """Levels of the grid m_j = m_0 2^(j/2), m_0 = max(16, 0.3 / ε²), below a quarter of the pool; 0 where none is
+    """Levels of the grid m_j = m_0 2^(j/2), m_0 = max(16, 0.3 / ε²), below half of the pool; 0 where none is
     (int32).
     """
-    ratio = pool_keys.astype(jnp.float32) / 4 / first_size(epsilon)
+    ratio = pool_keys.astype(jnp.float32) / 2 / first_size(epsilon)
     return jnp.ceil(LEVELS_PER_DOUBLING * jnp.log2(jnp.maximum(ratio, 1))).astype(jnp.int32)
 
 

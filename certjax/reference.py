@@ -114,7 +114,7 @@ def decode(
     Returns:
       (output float32 [B, K, G, H], Certificate [B, K, G], Hint [B, K, G]).
     """
-    waiting = jnp.broadcast_to((hint.wait > 0).any(-1, keepdims=True), query.shape[:3])
+    waiting = jnp.broadcast_to((hint.wait > 0).any(-1, keepdims=True), query.shape[:3]) & (not config.always_sample)
     usable = jnp.broadcast_to((cache.valid & jnp.isfinite(query).all((1, 2, 3)))[:, None, None], query.shape[:3])
     query = jnp.where(usable[..., None], query, 0)
     pool, window = masks(cache, config)
@@ -158,7 +158,10 @@ def decode(
         log_normalizer=jnp.where(usable, log_normalizer, jnp.nan),
         value_scale_lower=jnp.where(usable & jnp.isfinite(scale_lower), scale_lower, 0),
     )
-    return output, result, _next_hint(hint, waiting, state, pool, attended, result, count)
+    next_hint = _next_hint(hint, waiting, state, pool, attended, result, count)
+    if config.always_sample:
+        next_hint = Hint(next_hint.level, jnp.zeros_like(hint.wait))
+    return output, result, next_hint
 
 
 def _next_hint(hint, waiting, state, pool, attended, result, count) -> Hint:
@@ -234,6 +237,9 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
     evaluate = levels.evaluate_output if norm_size else levels.evaluate_denominator
     attended = (scores.pool | scores.window).sum(-1)
 
+    def go_on(running, certified, expected):
+        return running if config.always_sample else cost.go_on(running, certified, expected, attended)
+
     def body(state: State) -> State:
         log_tau = estimator.log_threshold(state.level, prediction.mass, epsilon)
         drawn = estimator.sample(scores, log_size, log_tau)
@@ -253,7 +259,7 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         expected = jnp.where(passed, keys, jnp.minimum(grown, estimator.level_size(next_level, epsilon)))
         expected = jnp.where(state.running, jnp.where(ended & ~passed, 0, expected), state.expected)
         certified = state.certified | passed
-        running = cost.go_on(state.running & ~ended, certified, expected, attended)
+        running = go_on(state.running & ~ended, certified, expected)
         keep = lambda new, old: jnp.where(state.running.reshape(shape + (1,) * (new.ndim - 3)), new, old)
         return State(
             level=jnp.where(running, next_level, state.level),
@@ -273,7 +279,7 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
     first = jnp.where(possible, estimator.level_size(start, epsilon), 0)
     initial = State(
         level=start,
-        running=cost.go_on(possible, jnp.zeros(shape, bool), first, attended),
+        running=go_on(possible, jnp.zeros(shape, bool), first),
         certified=jnp.zeros(shape, bool),
         center=jnp.zeros(query.shape, jnp.float32),
         denominator=zero,

@@ -34,6 +34,8 @@ class Config:
       sinks: oldest tokens that are always read exactly.
       attention_span: attend the newest `attention_span` tokens only (sliding-window layers); None for all.
       scale: factor on q·k before the softmax; None for 1/√H.
+      always_sample: sample wherever a level certifies, even where exact attention would cost less (for audits); False
+        lets the cost model of cost.py choose.
 
     Raises:
       ValueError: a value out of its range, naming the field.
@@ -47,6 +49,7 @@ class Config:
     sinks: int = dataclasses.field(default=0, metadata={"static": True})
     attention_span: int | None = dataclasses.field(default=None, metadata={"static": True})
     scale: float | None = dataclasses.field(default=None, metadata={"static": True})
+    always_sample: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self):
         """Checks what is concrete; traced numbers pass (JAX rebuilds the dataclass around tracers)."""
@@ -61,6 +64,8 @@ class Config:
             x = getattr(self, name)
             if not (x is None and name == "attention_span") and not (isinstance(x, int) and x >= low):
                 raise ValueError(f"{name} must be an integer of at least {low}: got {x!r}")
+        if not isinstance(self.always_sample, bool):
+            raise ValueError(f"always_sample must be True or False: got {self.always_sample!r}")
         if self.scale is not None and not 0 < self.scale < float("inf"):
             raise ValueError(f"scale must be positive and finite: got {self.scale}")
 

@@ -35,7 +35,7 @@ class CertifiedErrorTest(chex.TestCase):
     )
     def test_error_is_within_the_bound(self, family, measure, bounds):
         cache, query = _setup(family, tokens=2048)
-        config = certjax.Config(epsilon=0.3, delta=1e-3, measure=measure, bounds=bounds)
+        config = certjax.Config(epsilon=0.3, delta=1e-3, measure=measure, bounds=bounds, always_sample=True)
         out, scale, norm = dense64(query, cache)
         sampled = 0
         for seed in range(5):
@@ -63,7 +63,7 @@ class CertifiedErrorTest(chex.TestCase):
     def test_every_storage_dtype(self, dtype):
         cache, query = _setup(tokens=1500, dtype=dtype)
         out, scale, _ = dense64(query, cache)
-        result = certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(epsilon=0.3))
+        result = certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(epsilon=0.3, always_sample=True))
         error = np.linalg.norm(np.asarray(result.output)[0, 0] - out, axis=-1)
         np.testing.assert_array_less(error, 0.3 * scale)
         self.assertFalse(bool(result.certificate.exact.all()))
@@ -83,7 +83,7 @@ class CertifiedErrorTest(chex.TestCase):
     @pytest.mark.slow
     def test_unbiased_denominator_and_fresh_samples(self):
         cache, query = _setup(tokens=2048)
-        config = certjax.Config(epsilon=0.4, measure="value")
+        config = certjax.Config(epsilon=0.4, measure="value", always_sample=True)
         keys = jax.random.split(KEY, 64)
         norms = jax.jit(
             jax.vmap(lambda k: certjax.decode_attention(query, cache, rng=k, config=config).certificate.log_normalizer)
@@ -95,14 +95,14 @@ class CertifiedErrorTest(chex.TestCase):
 
     def test_same_key_same_bits(self):
         cache, query = _setup(tokens=1500)
-        step = lambda: certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(epsilon=0.3))
+        step = lambda: certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(epsilon=0.3, always_sample=True))
         chex.assert_trees_all_equal(step(), step())
 
 
 class HintTest(chex.TestCase):
     def test_hint_saves_levels_not_truth(self):
         cache, query = _setup(tokens=2048)
-        config = certjax.Config(epsilon=0.2)
+        config = certjax.Config(epsilon=0.2, always_sample=True)
         first = certjax.decode_attention(query, cache, rng=KEY, config=config)
         second = certjax.decode_attention(query, cache, rng=jax.random.key(1), config=config, hint=first.hint)
         self.assertTrue(bool((first.hint.level > 0).all()))
@@ -115,7 +115,7 @@ class HintTest(chex.TestCase):
         cache, query = _setup(tokens=1500)
         hint = certjax.Hint(jnp.full((1, 4), level, jnp.float32), jnp.zeros((1, 4), jnp.int32))
         out, scale, _ = dense64(query, cache)
-        result = certjax.decode_attention(query, cache, rng=KEY, hint=hint, config=certjax.Config(epsilon=0.3))
+        result = certjax.decode_attention(query, cache, rng=KEY, hint=hint, config=certjax.Config(epsilon=0.3, always_sample=True))
         np.testing.assert_array_less(np.linalg.norm(np.asarray(result.output)[0, 0] - out, axis=-1), 0.3 * scale)
         self.assertTrue(bool(result.certificate.certified.all()))
 
@@ -134,7 +134,7 @@ class DenseTest(chex.TestCase):
     @parameterized.product(n=(0, 1, 3, 63, 64, 65, 127, 128, 129, 200), window=(0, 64))
     def test_short_contexts_are_exact(self, n, window):
         cache, query = _setup(tokens=n, scale=1.0)
-        result = certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(window=window))
+        result = certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(window=window, always_sample=True))
         self.assertTrue(bool(result.certificate.certified.all()))
         want = dense64(query, cache)[0] if n else np.zeros((4, 16))
         np.testing.assert_allclose(np.asarray(result.output)[0, 0], want, atol=0.05 if n > 130 else 1e-5)
@@ -142,7 +142,7 @@ class DenseTest(chex.TestCase):
     @parameterized.product(span=(1, 4, 650), sinks=(3,))
     def test_attention_span_counts_exactly(self, span, sinks):
         cache, query = _setup()
-        config = certjax.Config(epsilon=0.1, attention_span=span, sinks=sinks)
+        config = certjax.Config(epsilon=0.1, attention_span=span, sinks=sinks, always_sample=True)
         out, scale, _ = dense64(query, cache, span)
         for op in (
             lambda: certjax.dense_decode_attention(query, cache, config=config),
@@ -157,7 +157,7 @@ class RaggedTest(chex.TestCase):
         key, value, query = inputs.draw("gaussian", seed=0, tokens=SLOTS, kv_heads=2, groups=2, head_dim=16, batch=3)
         cache = certjax.prefill(_empty(batch=3), key, value, lengths=np.array([9, SLOTS, 0]))
         keys = jax.random.split(KEY, 3)
-        config = certjax.Config(epsilon=0.3)
+        config = certjax.Config(epsilon=0.3, always_sample=True)
         together = certjax.decode_attention(query[:, -1:], cache, rng=keys, config=config)
         for b in range(3):
             one = jax.tree.map(lambda x, b=b: x[b : b + 1], (query[:, -1:], cache, keys))
@@ -218,7 +218,7 @@ class TransformTest(chex.TestCase):
         cache, query = _setup(tokens=1024)
         keys = jax.random.split(KEY, 3)
         queries = jnp.stack([query, query * 0.5, -query])
-        op = lambda q, k: certjax.decode_attention(q, cache, rng=k, config=certjax.Config(epsilon=0.3))
+        op = lambda q, k: certjax.decode_attention(q, cache, rng=k, config=certjax.Config(epsilon=0.3, always_sample=True))
         together = jax.vmap(op)(queries, keys)
         for i in range(3):
             alone = op(queries[i], keys[i])
@@ -232,7 +232,7 @@ class TransformTest(chex.TestCase):
         @jax.jit
         @chex.assert_max_traces(n=1)
         def step(epsilon, delta):
-            config = certjax.Config(epsilon=epsilon, delta=delta)
+            config = certjax.Config(epsilon=epsilon, delta=delta, always_sample=True)
             return certjax.decode_attention(query, cache, rng=KEY, config=config).certificate.keys_read
 
         few, many = step(0.4, 1e-2), step(0.25, 1e-4)
@@ -322,7 +322,7 @@ class BadInputTest(chex.TestCase):
     @pytest.mark.slow
     def test_every_knob_changes_something(self):
         cache, query = _setup(tokens=2048)
-        base = certjax.Config(epsilon=0.3)
+        base = certjax.Config(epsilon=0.3, always_sample=True)
         read = lambda c, hint=None: np.asarray(
             jax.tree.leaves(certjax.decode_attention(query, cache, rng=KEY, config=c, hint=hint).certificate.keys_read)[
                 0

@@ -53,7 +53,7 @@ class OracleTest(chex.TestCase):
     @parameterized.product(family=sorted(FAMILIES), bounds=("scalar", "full"))
     def test_what_the_product_certifies_the_oracle_certifies(self, family, bounds):
         cache, query = family_cache(family)
-        config = certjax.Config(epsilon=0.4, delta=0.3, bounds=bounds)
+        config = certjax.Config(epsilon=0.4, delta=0.3, bounds=bounds, always_sample=True)
         for seed in range(3):
             rng = jax.random.key(seed)
             result = certjax.decode_attention(query, cache, rng=rng, config=config)
@@ -107,7 +107,7 @@ class OracleTest(chex.TestCase):
 
     def test_nothing_before_the_sample_depends_on_the_perturbations(self):
         cache, query = family_cache("flat")
-        config = certjax.Config(epsilon=0.4)
+        config = certjax.Config(epsilon=0.4, always_sample=True)
         seen = [
             seen_by_the_product(query, cache, perturbation.row_words(jax.random.key(s), 1, 1), config) for s in (0, 1)
         ]
@@ -123,7 +123,7 @@ class OracleTest(chex.TestCase):
         rng = jax.random.key(0)
         outputs = [
             certjax.decode_attention(
-                query, cache, rng=jax.random.fold_in(rng, step), config=certjax.Config(epsilon=0.4)
+                query, cache, rng=jax.random.fold_in(rng, step), config=certjax.Config(epsilon=0.4, always_sample=True)
             ).output
             for step in range(4)
         ]
@@ -131,7 +131,7 @@ class OracleTest(chex.TestCase):
 
     def test_the_range_comes_from_the_pool_not_from_the_sample(self):
         cache, query = family_cache("spikes")
-        config = certjax.Config(epsilon=0.4)
+        config = certjax.Config(epsilon=0.4, always_sample=True)
         words = perturbation.row_words(jax.random.key(0), 1, 1)
         scores, values, prediction, _, unit = seen_by_the_product(query, cache, words, config)
         known = levels.known_range(scores, values, prediction, jnp.zeros((1, 1, 1)))
@@ -148,7 +148,7 @@ BATCH = 64
 @functools.partial(jax.jit, static_argnames=("measure", "bounds"))
 def _errors(query, cache, rng, measure, bounds):
     """Errors and certificates of BATCH independent draws of one head."""
-    config = certjax.Config(epsilon=0.4, delta=0.3, measure=measure, bounds=bounds)
+    config = certjax.Config(epsilon=0.4, delta=0.3, measure=measure, bounds=bounds, always_sample=True)
     one = lambda key: certjax.decode_attention(query, cache, rng=key, config=config)
     results = jax.vmap(one)(jax.random.split(rng, BATCH))
     return results.output[:, 0, 0, 0], jax.tree.map(lambda x: x[:, 0, 0], results.certificate)

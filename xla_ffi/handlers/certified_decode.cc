@@ -70,15 +70,16 @@ struct Job {
   }
 };
 
-// Levels of the grid below a quarter of the pool: level_count of estimator.py.
+// Levels of the grid below half of the pool: level_count of estimator.py.
 int LevelCount(int64_t pool_keys, float epsilon) {
   const float first = std::max(16.0f, 0.3f / (epsilon * epsilon));
-  const float ratio = static_cast<float>(pool_keys) / 4 / first;
+  const float ratio = static_cast<float>(pool_keys) / 2 / first;
   return ratio > 1.0f ? static_cast<int>(std::ceil(2 * std::log2(ratio))) : 0;
 }
 
 ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                            int32_t measure, bool dense, float largest, int64_t window,
+                            int32_t measure, bool dense,
+                            bool always_sample, float largest, int64_t window,
                             int64_t sinks, int64_t span, int32_t storage, int32_t isa) {
   Checker check;
   check.Require(args.size() == kOperands && rets.size() == kOutputs,
@@ -216,6 +217,8 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
       const auto* wait = reinterpret_cast<const int32_t*>(at(kWaiting, 4 * bk * G));
       head->waiting = std::max(*std::max_element(wait, wait + G), 0);
       const int levels = LevelCount(a.pool_end - a.pool_begin, a.promise.epsilon);
+      if (always_sample) head->waiting = 0;
+      a.always_sample = always_sample;
       a.levels = dense || head->waiting > 0 ? 0 : levels;
       keys += a.attend_end - a.attend_begin;
     }
@@ -261,6 +264,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_certified_decode, certjax::CertifiedDecode
                                   .RemainingRets()
                                   .Attr<int32_t>("measure")
                                   .Attr<bool>("dense")
+                                  .Attr<bool>("always_sample")
                                   .Attr<float>("largest")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("sinks")

@@ -212,7 +212,7 @@ int32_t HeadRun::Wait() const {
   const float pool = static_cast<float>(std::max<int64_t>(a.pool_end - a.pool_begin, 0));
   const float attended = static_cast<float>(a.attend_end - a.attend_begin);
   const bool pays = 9 * pool + 100 * keys + 10000 < 20 * attended;
-  return a.levels > 0 && any && (exact || !pays) ? kWait : 0;
+  return a.levels > 0 && any && !a.always_sample && (exact || !pays) ? kWait : 0;
 }
 
 // What a sampled head found.

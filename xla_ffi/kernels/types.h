@@ -137,6 +137,7 @@ struct CertifiedHead {
   int64_t attend_begin, pool_begin, pool_end, attend_end, capacity;
   uint32_t words[4];  // of perturbation.py
   Promise promise;
+  bool always_sample;  // never mind the cost
   // Workspace.
   float* ordered;        // [G, H] in channel order
   float* minus_step;     // [G, H], −step of the int8 query, and 1 / step
@@ -180,6 +181,7 @@ inline bool BeginRound(CertifiedHead& a) {
     expected += a.state[g].expected;
   }
   stop |= 4 * expected > static_cast<float>(a.attend_end - a.attend_begin);
+  stop = stop && !a.always_sample;
   for (int g = 0; stop && g < a.group; ++g) a.state[g].running = false;
   for (int g = 0; g < a.group; ++g) {
     running |= a.state[g].running;
