@@ -94,7 +94,7 @@ def decode_attention(
                 f"{jnp.shape(x)}; pass the hint of the same layer, or init_hint()"
             )
     hint = jax.tree.map(lambda x: jnp.reshape(x, (B, K, G)), hint)
-    chosen = choose_implementation(implementation, config)
+    chosen: str | None = choose_implementation(implementation, config)
     if chosen == "dense":
         return dense_decode_attention(query, cache, config=config)
     # The scale is in the query already: another one is no other program.
