@@ -329,3 +329,57 @@ def certified_decode(
         **_attributes(cache, isa),
     )
     return output, Certificate(*rest[:-2]), Hint(*rest[-2:])
+
+
+def scan(
+    query: jax.Array,
+    cache: KVCache,
+    words: jax.Array,
+    *,
+    window: int = 64,
+    sinks: int = 0,
+    span: int = 0,
+    isa: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What a certified step knows of every key before it reads one: for tests and research, on one thread.
+
+    Args:
+      query: float32 [B, K, G, H], multiplied by the softmax scale; G ≤ 16.
+      cache: the layer's cache.
+      words: uint32 [B, K, 4] (perturbation.py).
+      window: as `Config.window`; static, as the next two.
+      sinks: as `Config.sinks`.
+      span: as `Config.attention_span`, 0 for all keys.
+      isa: as in `append`.
+
+    Returns:
+      (upper float32 [B, K, G, S], reference float32 [B, K, G]): upper + reference is at least q·k + E for every key of
+      the pool, up to the roundings of `reference` itself; upper holds float16 numbers, and −inf outside the pool.
+      reference is the largest score of the window, 0 where the pool is empty. NaN for invalid rows and for those whose
+      query holds NaN or inf.
+
+    Raises:
+      ImportError: the extension is not loaded.
+      ValueError: a shape, dtype or number is wrong, or the level is not available.
+    """
+    B, K, S, H = cache.shape
+    _check_head_dim(cache)
+    G = query.shape[2] if query.ndim == 4 else 0
+    if not 1 <= G <= MAX_GROUP:
+        raise ValueError(f"query must be [B={B}, K={K}, G, H={H}] with G from 1 to {MAX_GROUP}: got {query.shape}")
+    _check("query", query, (B, K, G, H), jnp.float32)
+    _check("words", words, (B, K, 4), jnp.uint32)
+    if min(window, sinks, span) < 0:
+        raise ValueError(f"window, sinks and span must be at least 0: got {window}, {sinks}, {span}")
+    fields = [getattr(cache, name) for name in _READ if name not in ("value", "key_norm_max")]
+    operands = _same_varying(query, *fields, words)
+    heads = jax.typeof(operands[0][..., 0])
+    call = jax.ffi.ffi_call("certjax_scan", [heads.update(shape=(*heads.shape, S)), heads], vmap_method="broadcast_all")
+    upper, reference = call(
+        *operands,
+        window=np.int64(min(window, S)),
+        sinks=np.int64(min(sinks, S)),
+        span=np.int64(span),
+        **_attributes(cache, isa),
+    )
+    return upper, reference

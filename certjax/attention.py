@@ -97,8 +97,9 @@ def decode_attention(
     chosen: str | None = choose_implementation(implementation, config)
     if chosen == "dense":
         return dense_decode_attention(query, cache, config=config)
-    # The scale is in the query already: another one is no other program.
-    program = dataclasses.replace(config, scale=None)
+    # What makes no difference makes no other program: the scale is in the query already.
+    full = config.bounds == "full" and config.measure != "denominator"
+    program = dataclasses.replace(config, scale=None, bounds="full" if full else "scalar")
 
     def native(query, cache, words, hint):
         return _by_head(*_ffi.certified_decode(query, cache, words, program, hint, dtype=dtype), dtype)

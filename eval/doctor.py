@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+from collections.abc import Callable
 
 import certjax
 from certjax import _ffi, isa
@@ -34,14 +35,18 @@ def report() -> list[tuple[str, str]]:
         ("threads", f"{_ffi.thread_count()} of {os.cpu_count()} CPUs"),
         ("transparent huge pages", _ffi.huge_pages()),
         ("append, dense decode", "native" if loaded else "xla"),
-        ("certified decode", certjax.choose_implementation()),
+        ("certified decode", _or_error(certjax.choose_implementation)),
     ]
     return rows
 
 
 def _chosen_level() -> str:
     asked = os.environ.get("CERTJAX_ISA")
+    return _or_error(lambda: isa.active() + (" (CERTJAX_ISA)" if asked else ""))
+
+
+def _or_error(value: Callable[[], str]) -> str:
     try:
-        return isa.active() + (" (CERTJAX_ISA)" if asked else "")
+        return value()
     except ValueError as error:
         return f"none: {error}"

@@ -95,7 +95,9 @@ class CertifiedErrorTest(chex.TestCase):
 
     def test_same_key_same_bits(self):
         cache, query = _setup(tokens=1500)
-        step = lambda: certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(epsilon=0.3, always_sample=True))
+        step = lambda: certjax.decode_attention(
+            query, cache, rng=KEY, config=certjax.Config(epsilon=0.3, always_sample=True)
+        )
         chex.assert_trees_all_equal(step(), step())
 
 
@@ -115,7 +117,9 @@ class HintTest(chex.TestCase):
         cache, query = _setup(tokens=1500)
         hint = certjax.Hint(jnp.full((1, 4), level, jnp.float32), jnp.zeros((1, 4), jnp.int32))
         out, scale, _ = dense64(query, cache)
-        result = certjax.decode_attention(query, cache, rng=KEY, hint=hint, config=certjax.Config(epsilon=0.3, always_sample=True))
+        result = certjax.decode_attention(
+            query, cache, rng=KEY, hint=hint, config=certjax.Config(epsilon=0.3, always_sample=True)
+        )
         np.testing.assert_array_less(np.linalg.norm(np.asarray(result.output)[0, 0] - out, axis=-1), 0.3 * scale)
         self.assertTrue(bool(result.certificate.certified.all()))
 
@@ -134,7 +138,9 @@ class DenseTest(chex.TestCase):
     @parameterized.product(n=(0, 1, 3, 63, 64, 65, 127, 128, 129, 200), window=(0, 64))
     def test_short_contexts_are_exact(self, n, window):
         cache, query = _setup(tokens=n, scale=1.0)
-        result = certjax.decode_attention(query, cache, rng=KEY, config=certjax.Config(window=window, always_sample=True))
+        result = certjax.decode_attention(
+            query, cache, rng=KEY, config=certjax.Config(window=window, always_sample=True)
+        )
         self.assertTrue(bool(result.certificate.certified.all()))
         want = dense64(query, cache)[0] if n else np.zeros((4, 16))
         np.testing.assert_allclose(np.asarray(result.output)[0, 0], want, atol=0.05 if n > 130 else 1e-5)
@@ -218,7 +224,9 @@ class TransformTest(chex.TestCase):
         cache, query = _setup(tokens=1024)
         keys = jax.random.split(KEY, 3)
         queries = jnp.stack([query, query * 0.5, -query])
-        op = lambda q, k: certjax.decode_attention(q, cache, rng=k, config=certjax.Config(epsilon=0.3, always_sample=True))
+        op = lambda q, k: certjax.decode_attention(
+            q, cache, rng=k, config=certjax.Config(epsilon=0.3, always_sample=True)
+        )
         together = jax.vmap(op)(queries, keys)
         for i in range(3):
             alone = op(queries[i], keys[i])

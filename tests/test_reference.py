@@ -145,23 +145,30 @@ class OracleTest(chex.TestCase):
 BATCH = 64
 
 
-@functools.partial(jax.jit, static_argnames=("measure", "bounds"))
-def _errors(query, cache, rng, measure, bounds):
+@functools.partial(jax.jit, static_argnames=("measure", "bounds", "implementation"))
+def _errors(query, cache, rng, measure, bounds, implementation):
     """Errors and certificates of BATCH independent draws of one head."""
     config = certjax.Config(epsilon=0.4, delta=0.3, measure=measure, bounds=bounds, always_sample=True)
-    one = lambda key: certjax.decode_attention(query, cache, rng=key, config=config)
+    one = lambda key: certjax.decode_attention(query, cache, rng=key, config=config, implementation=implementation)
     results = jax.vmap(one)(jax.random.split(rng, BATCH))
     return results.output[:, 0, 0, 0], jax.tree.map(lambda x: x[:, 0, 0], results.certificate)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("measure", "bounds"),
-    [("value", "scalar"), ("value", "full"), ("output", "scalar"), ("output", "full"), ("denominator", "scalar")],
+    ("measure", "bounds", "implementation", "batches"),
+    [
+        ("value", "scalar", "xla", 30),
+        ("value", "full", "xla", 30),
+        ("output", "scalar", "xla", 30),
+        ("output", "full", "xla", 30),
+        ("denominator", "scalar", "xla", 30),
+        ("value", "scalar", "native", 75),
+        ("output", "scalar", "native", 75),
+    ],
 )
-def test_violations_end_to_end(measure, bounds):
-    """δ = 0.3: no more violations than an exact binomial interval at 1e-6 allows; 10⁵ calls over measures and tiers."""
-    batches = 30
+def test_violations_end_to_end(measure, bounds, implementation, batches):
+    """δ = 0.3: no more violations than an exact binomial interval at 1e-6 allows; 10⁵ calls of each implementation."""
     calls = sampled = violations = 0
     worst = 0.0
     for family in sorted(FAMILIES):
@@ -176,7 +183,8 @@ def test_violations_end_to_end(measure, bounds):
             "denominator": 1.0,
         }[measure]
         for batch in range(batches):
-            got, c = _errors(query, cache, jax.random.fold_in(jax.random.key(17), batch), measure, bounds)
+            rng = jax.random.fold_in(jax.random.key(17), batch)
+            got, c = _errors(query, cache, rng, measure, bounds, implementation)
             c = jax.tree.map(np.asarray, c)
             assert c.certified.all()
             if measure == "denominator":
@@ -190,7 +198,8 @@ def test_violations_end_to_end(measure, bounds):
             violations += (over > 1).sum()
             worst = max(worst, over.max(initial=0))
             np.testing.assert_array_less(error[~use], 1e-4 * (scale + np.abs(values).max()))
-    print(f"{measure} {bounds}: {calls} calls, {sampled} sampled, {violations} violations, largest error {worst:.3f} ε")
+    counts = f"{calls} calls, {sampled} sampled, {violations} violations"
+    print(f"{implementation} {measure} {bounds}: {counts}, largest error {worst:.3f} ε")
     assert sampled > calls / 20
     assert scipy.stats.binomtest(int(violations), int(sampled), 0.3, alternative="greater").pvalue > 1e-6
     assert violations == 0  # the certificate is conservative: one would be news

@@ -1,6 +1,5 @@
 """`certjax bench`: complete tables, methods in turns, inputs as stated, one-line errors. No test looks at a time."""
 
-import dataclasses
 import json
 import subprocess
 import sys
