@@ -1,10 +1,12 @@
-# make demo   read a real document with a real model, generate with certified attention, print what was certified
+# make demo   read a real document with a real model, generate with certified attention, print what was certified;
+#             PROMPT=my.txt reads that, CONTEXT=32768 reads more (for tens of minutes, once: kept in $(CACHE)/prefill)
 # make test   the whole suite;  make test-fast  without what is marked slow;  make lint  formatting, lint, types
 PYTHON ?= python3
 VENV ?= .venv
 CACHE ?= .cache
 JOBS ?= 2
 PROMPT ?=
+CONTEXT ?=
 
 BIN := $(VENV)/bin
 MODEL := $(CACHE)/smollm2-135m
@@ -14,7 +16,8 @@ NATIVE := $(shell find xla_ffi -type f 2>/dev/null)
 .PHONY: demo test test-fast lint format clean
 
 demo: $(VENV)/installed $(MODEL)/manifest.json
-	JAX_COMPILATION_CACHE_DIR="$(abspath $(CACHE)/xla)" $(BIN)/certjax demo $(MODEL) $(if $(PROMPT),--prompt "$(PROMPT)")
+	JAX_COMPILATION_CACHE_DIR="$(abspath $(CACHE)/xla)" $(BIN)/certjax demo $(MODEL) --prefill-dir "$(CACHE)/prefill" \
+	  $(if $(PROMPT),--prompt "$(PROMPT)") $(if $(CONTEXT),--context $(CONTEXT))
 
 test: $(VENV)/installed $(MODEL)/manifest.json
 	CERTJAX_DEMO_CHECKPOINT="$(abspath $(MODEL))" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal

@@ -10,13 +10,13 @@ import importlib.util
 import os
 import pathlib
 import re
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from certjax.types import STORAGE, Certificate, Config, Hint, KVCache
+from certjax.types import STORAGE, Certificate, Config, Hint, KVCache, Measure
 
 MAX_GROUP = 16  # query heads of one kv head
 MAX_HEAD_DIM = 512
@@ -261,7 +261,7 @@ def dense_decode(
     return out, log_normalizer
 
 
-_MEASURES = ("value", "output")  # the enum Measure of the native code
+_MEASURES = get_args(Measure)  # in the order of the enum Measure of the native code
 
 
 def certified_decode(
@@ -281,7 +281,7 @@ def certified_decode(
       query: float32 [B, K, G, H], multiplied by the softmax scale; G ≤ 16.
       cache: the layer's cache.
       words: uint32 [B, K, 4] (perturbation.py).
-      config: measure "value" or "output", tier 1 of the certificate.
+      config: any; with bounds="full" tier 2 of the certificate is computed where tier 1 fails, 16 H² bytes a head.
       hint: fields [B, K, G].
       dense: compute every head exactly; words, epsilon, delta and hint are not looked at.
       dtype: that the output will be rounded to: what overflows it is not certified.
@@ -293,7 +293,7 @@ def certified_decode(
 
     Raises:
       ImportError: the extension is not loaded.
-      ValueError: a shape, dtype or the measure is wrong, or the level is not available.
+      ValueError: a shape or dtype is wrong, or the level is not available.
     """
     B, K, S, H = cache.shape
     _check_head_dim(cache)
@@ -302,8 +302,6 @@ def certified_decode(
         raise ValueError(f"query must be [B={B}, K={K}, G, H={H}] with G from 1 to {MAX_GROUP}: got {query.shape}")
     _check("query", query, (B, K, G, H), jnp.float32)
     _check("words", words, (B, K, 4), jnp.uint32)
-    if config.measure not in _MEASURES:
-        raise ValueError(f"measure must be one of {_MEASURES} in the extension: got {config.measure!r}")
     _check("hint.level", hint.level, (B, K, G), jnp.float32)
     _check("hint.wait", hint.wait, (B, K, G), jnp.int32)
     numbers = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), (B,)) for x in (config.epsilon, config.delta)]
@@ -320,6 +318,7 @@ def certified_decode(
     output, *rest = call(
         *operands,
         measure=np.int32(_MEASURES.index(config.measure)),
+        full=np.bool_(config.bounds == "full"),
         dense=np.bool_(dense),
         always_sample=np.bool_(config.always_sample),
         largest=np.float32(jnp.finfo(dtype).max),

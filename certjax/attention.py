@@ -17,7 +17,7 @@ IMPLEMENTATIONS = ("native", "xla", "dense")
 def choose_implementation(implementation: str | None = None, config: Config | None = None) -> str:
     """The implementation that `decode_attention` uses on a CPU for these arguments.
 
-    None means "native" where the extension loads and supports the configuration, else "xla"; "dense" where the
+    None means "native" where the extension loads, else "xla"; "dense" where the
     extension would run without vector instructions, since nothing is faster there. On other platforms than CPUs, None
     runs "xla".
 
@@ -26,10 +26,6 @@ def choose_implementation(implementation: str | None = None, config: Config | No
     """
     config = Config() if config is None else config
     loaded, reason = _ffi.is_available()
-    if loaded and config.bounds == "full":
-        loaded, reason = False, 'the extension has no tier 2: use bounds="auto" or "scalar", or implementation="xla"'
-    if loaded and config.measure == "denominator":
-        loaded, reason = False, 'the extension has no measure "denominator": use implementation="xla"'
     match implementation:
         case None if loaded:
             return "native" if _ffi.is_vectorised() else "dense"

@@ -91,7 +91,7 @@ def mean_upper(k: jax.Array, log_inverse: jax.Array) -> jax.Array:
 
 
 def bennett(y: jax.Array) -> jax.Array:
-    """h(y) = (1 + y) ln(1 + y) − y, from below (y ≥ 0)."""
+    """h(y) = (1 + y) ln(1 + y) − y for y ≥ 0, to 3e-5, which MARGIN covers."""
     series = y * y * (0.5 - y / 6)
     return jnp.where(y < 0.02, series, (1 + y) * jnp.log1p(y) - y)
 

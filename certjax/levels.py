@@ -34,13 +34,15 @@ class Budget(NamedTuple):
       tier: "scalar" or "both", a row of `certificate.FRACTIONS`.
       log_inverse: ln(1 / δ_j), [B, K, G].
       allowed: ε less the rounding of float32 arithmetic, [B, K, G].
-      rounding: that rounding, relative to M.
+      rounding: that rounding, relative to M: scores (e^{2η} − 1) and sums of a ‖v‖ ≤ M.
+      center_rounding: what the sums add to it, since they run over v − c0: absolute, 2 ‖c0‖ times theirs.
     """
 
     tier: str
     log_inverse: jax.Array
     allowed: jax.Array
     rounding: jax.Array
+    center_rounding: jax.Array
 
     def log(self, measure: str, event: str) -> jax.Array:
         """ln(1 / probability) that an event gets of this level's budget."""
@@ -140,19 +142,23 @@ def evaluate_output(
     level = sums(drawn, values, cap)
     denominator = jnp.maximum(level.exact + level.sampled, TINY)
     center = (level.exact_first + level.sampled_first) / denominator[..., None]
-    size = jnp.sqrt(((center + values.center) ** 2).sum(-1))  # ‖ô‖
+    size = jnp.sqrt(((center + values.center) ** 2).sum(-1)) - budget.center_rounding  # ‖ô‖, from below
+    size = jnp.maximum(size, 0)
     log = lambda event: budget.log(config.measure, event)
     if config.measure == "value":
         scale_squared = certificate.value_scale_squared_lower(
             level.capped, level.powers, denominator, cap, known, log("m")
         )
-        bound = certificate.claim("value", budget.allowed, size, scale_squared)
-        scale_lower = jnp.maximum(jnp.sqrt(scale_squared), size - bound)
+        # M of the true weights is a rounding away from that of the float32 ones.
+        scale_squared = scale_squared * (1 - budget.rounding) ** 2
+        bound = certificate.claim("value", budget.allowed, size, scale_squared) - budget.center_rounding
+        scale_lower = jnp.maximum(jnp.sqrt(scale_squared), (size - bound) * (1 - budget.rounding))
     else:
         epsilon = jnp.asarray(config.epsilon, jnp.float32)
         largest = known.radius + jnp.sqrt((values.center**2).sum(-1))  # ≥ M: rounding is relative to it
         bound = certificate.claim("output", epsilon, size, jnp.zeros_like(size)) - budget.rounding * largest
-        scale_lower = jnp.maximum(size - bound, 0)
+        bound = bound - budget.center_rounding
+        scale_lower = jnp.maximum(size - bound, 0) * (1 - budget.rounding)
     tight = jnp.maximum(bound, TINY)
     x0 = jnp.sqrt((center**2).sum(-1))
     b_max = jnp.minimum(2 * known.radius, known.radius + x0)
@@ -166,7 +172,7 @@ def evaluate_output(
         one, two, scatter = matrix_sums(drawn, values)
         logs = (log("z2"), log("v2"), log("s2"))
         second = certificate.matrix_shortfall(one, two, scatter, center, denominator, b, known, beta, *logs)
-        shortfall = jnp.minimum(shortfall, second)
+        shortfall = jnp.where(shortfall < 1, shortfall, jnp.minimum(shortfall, second))  # tier 2 where 1 fails
     # ô and o are at most b_max apart, so a claim as wide as that is true.
     shortfall = jnp.where(tight >= b_max, 0, shortfall)
     # Outside this range squares may flush to zero or overflow: the level proves nothing.

@@ -78,6 +78,7 @@ def decode_exactly(query: jax.Array, cache: KVCache, config: Config) -> tuple[ja
     row_bytes = attended.sum(-1).astype(jnp.float32) * (2 * H * cache.key.dtype.itemsize) / G
     pool_keys = pool.sum(-1).astype(jnp.int32)
     everywhere = lambda x: jnp.broadcast_to(x, usable.shape)
+    lower = jnp.maximum(1 - 2e-4 - _rounding(query, cache), 0)  # M ≥ ‖o‖; norm_up is at most 1e-4 too large
     return output, Certificate(
         certified=usable,
         exact=usable,
@@ -88,7 +89,7 @@ def decode_exactly(query: jax.Array, cache: KVCache, config: Config) -> tuple[ja
         candidates=everywhere(pool_keys),
         bytes_read=everywhere(row_bytes),
         log_normalizer=jnp.where(usable, log_normalizer, jnp.nan),
-        value_scale_lower=jnp.where(usable, norm_up(output) * (1 - 2e-4), 0),  # M ≥ ‖o‖, norm_up is 1e-4 too large
+        value_scale_lower=jnp.where(usable, norm_up(output) * lower, 0),
     )
 
 
@@ -146,8 +147,9 @@ def decode(
     if config.measure != "denominator":
         # The radius is about the weights that are used; real arithmetic is a rounding away, relative to M ≤ max ‖v‖.
         largest = jnp.where(attended, values.size, 0).max(-1) + jnp.sqrt((values.center**2).sum(-1))
-        bound = (bound + _rounding(query, cache) * largest) * unit[..., 0]
-    scale_lower = jnp.where(exact, jnp.sqrt(scale_squared) * (1 - 1e-5), state.scale_lower) * unit[..., 0]
+        bound = (bound + _rounding(query, cache) * largest + _center_rounding(cache, values)) * unit[..., 0]
+    exact_lower = jnp.sqrt(scale_squared) * jnp.maximum(1 - 1e-5 - _rounding(query, cache), 0)
+    scale_lower = jnp.where(exact, exact_lower, state.scale_lower) * unit[..., 0]
     result = Certificate(
         certified=usable,
         exact=exact & usable,
@@ -233,6 +235,7 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         log_inverse=jnp.log(jnp.maximum(count, 1).astype(jnp.float32)) - jnp.log(delta),
         allowed=epsilon - rounding,
         rounding=rounding,
+        center_rounding=_center_rounding(cache, values),
     )
     evaluate = levels.evaluate_output if norm_size else levels.evaluate_denominator
     attended = (scores.pool | scores.window).sum(-1)
@@ -297,8 +300,17 @@ def _rounding(query: jax.Array, cache: KVCache) -> jax.Array:
     H = query.shape[-1]
     products = jnp.sqrt((query * query).sum(-1)) * cache.key_norm_max[:, :, None]
     eta = 2.0**-24 * ((H + 4) * products + 96)
-    accumulation = 2.0**-24 * 4 * (1024 + 64 + cache.capacity / 4096)
-    return jnp.expm1(2 * eta) + accumulation
+    return jnp.expm1(2 * eta) + _sums_rounding(cache)
+
+
+def _sums_rounding(cache: KVCache) -> float:
+    """Relative error of a float32 sum over the keys, with the division: chunks of 1024 at most, then blocks of 64."""
+    return 2.0**-24 * 4 * (1024 + 64 + cache.capacity / 4096)
+
+
+def _center_rounding(cache: KVCache, values: levels.Values) -> jax.Array:
+    """Error of ô that is not relative to M: Σ a ‖v − c0‖ + ‖c0‖ ≤ M + 2 ‖c0‖; [B, K, 1] in the values' unit."""
+    return 2 * _sums_rounding(cache) * jnp.sqrt((values.center**2).sum(-1))
 
 
 def _reads(cache, scores, log_size, log_tau, exact, count) -> dict[str, jax.Array]:

@@ -138,9 +138,11 @@ class Certificate:
       certified: bool, the claim of the chosen measure holds: sampled and certified, or computed exactly.
       exact: bool, the head read every key; its error is that of float32 arithmetic.
       error_bound: float32, with probability ≥ 1 − δ the error is at most this: ‖ô − o‖ ("value", "output") or
-        |D̂ − D| / D ("denominator"). 0 where exact, inf where not certified.
+        |D̂ − D| / D ("denominator"). 0 where exact, inf where not certified. It includes what float32 arithmetic may
+        add, relative to the largest values, and so may exceed ε M by a little.
       level: int32, index of the level at which sampling stopped; −1 where exact.
-      threshold: float32, ln τ of that level relative to the largest score seen; −inf where exact.
+      threshold: float32, ln τ of that level, relative to a reference score and size of the head's own; −inf where
+        exact.
       keys_read: int32, pool keys whose value was read (all of them where exact); the window is not counted.
       candidates: int32, pool keys whose exact score was read.
       bytes_read: float32, bytes of cache and metadata that the head's share of the step reads (model, not measured).

@@ -45,6 +45,7 @@ def _demo(args: argparse.Namespace) -> None:
         delta_total=args.delta,
         replay_steps=args.replay,
         seed=args.seed,
+        prefill_dir=args.prefill_dir,
     )
 
 
@@ -82,7 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--prompt", metavar="FILE", help="UTF-8 text to read (default: Python's own language reference)"
     )
-    command.add_argument("--context", type=int, default=8000, help="tokens of the text to read at most (%(default)s)")
+    command.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="positions in all, read and generated (default: 8192, or what model and text have); beyond those that the "
+        "model was trained for, they are scaled (YaRN)",
+    )
     command.add_argument("--tokens", type=int, default=48, help="tokens to generate (%(default)s)")
     command.add_argument(
         "--epsilon", type=float, default=0.1, help="allowed error relative to the value scale M (%(default)s)"
@@ -95,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--replay", type=int, default=16, help="steps replayed against dense attention (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
+    command.add_argument(
+        "--prefill-dir", metavar="DIR", help="keep there what reading the text gave (large files), and use it again"
+    )
     command.set_defaults(run=_demo)
 
     command = commands.add_parser(

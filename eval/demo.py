@@ -1,5 +1,6 @@
 """`certjax demo`: a real document, a real model, certified decoding, and a table of what was certified."""
 
+import dataclasses
 import pydoc_data.topics
 import sys
 import time
@@ -10,44 +11,56 @@ import jax.numpy as jnp
 import numpy as np
 
 import certjax
+from certjax.eval import demo_table, prefill_file
+from certjax.eval.prefill_file import Prefill
 from certjax.eval.progress import Progress
 from certjax.eval.replay import audited_attention
 from certjax.models import Tokenizer, checkpoints
-from certjax.models.llama import GenerateResult, LlamaConfig, decode, load_model, prefill
+from certjax.models.llama import GenerateResult, Llama, LlamaConfig, decode, load_model, prefill
+
+CONTEXT = 8192  # positions where none are asked for
+ROUNDS = 3  # generations with each attention, in turn: what else runs on the machine slows both alike
+DTYPE = "bfloat16"  # of the caches
 
 
 def run(
     checkpoint: str,
     *,
     prompt_file: str | None = None,
-    context: int = 8000,
+    context: int | None = None,
     new_tokens: int = 48,
     epsilon: float = 0.1,
     delta_total: float = 0.01,
     replay_steps: int = 16,
     seed: int = 0,
+    prefill_dir: str | None = None,
 ) -> dict[str, float]:
-    """Prefills a document, generates with certified attention, then dense, then replays; prints text and table.
+    """Reads a document, generates with certified and dense attention in turn, then replays; prints text and table.
 
     Args:
       checkpoint: folder made by `certjax.models.convert`, with a tokenizer.
       prompt_file: UTF-8 text; None for the language reference that every CPython carries.
-      context: tokens of the text to read at most.
+      context: positions in all, of the document's first tokens and what is generated; beyond those that the model was
+        trained for, see `stretched`. None for 8192, or fewer where model or text have fewer.
       new_tokens: tokens to generate, at least 3.
       epsilon: allowed error relative to M (value measure).
       delta_total: probability that any certified head output of the generation is off.
       replay_steps: steps whose certified outputs are compared with dense attention on the same inputs.
       seed: of the perturbations, 0 … 2³² − 1.
+      prefill_dir: folder that keeps what reading a document gave, one file each (about the bytes of the caches), and
+        is looked into before reading one; None for neither.
 
     Returns:
       The numbers of the table.
 
     Raises:
-      ValueError: a file that is missing, blank or not UTF-8; no tokenizer; too many tokens for the model; a number out
-        of its range.
+      ValueError: a file that is missing, blank or not UTF-8; no tokenizer; a text too short for the context; a context
+        that the model cannot have; a folder that cannot be made; a number out of its range.
+
+    Memory: weights and two copies of the caches.
     """
-    if new_tokens < 3 or context < 1 or replay_steps < 1:
-        raise ValueError(f"tokens must be ≥ 3, context and replay ≥ 1: got {new_tokens}, {context}, {replay_steps}")
+    if new_tokens < 3 or replay_steps < 1:
+        raise ValueError(f"tokens must be ≥ 3 and replay ≥ 1: got {new_tokens} and {replay_steps}")
     for name, x in (("epsilon", epsilon), ("delta", delta_total)):
         if not 0 < x < 1:
             raise ValueError(f"{name} must lie in (0, 1): got {x}")
@@ -61,17 +74,22 @@ def run(
         raise ValueError(f"{checkpoint}: has no tokenizer; convert a model that carries one")
     tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
     config = LlamaConfig.from_hf(loaded.config)
-    model = load_model(loaded.params, config)
-    del loaded
+    trained = config.max_positions
     ids = tokenizer.encode(text)
     total = len(ids)
-    ids = ids[:context]
-    room = config.max_positions - new_tokens
-    if len(ids) > room:
+    if context is None:
+        context = min(CONTEXT, trained, total + new_tokens)
+    if context <= new_tokens:
+        raise ValueError(f"context must exceed the {new_tokens} tokens to generate: got {context}")
+    if total + new_tokens < context:
         raise ValueError(
-            f"context of {len(ids)} tokens and {new_tokens} new ones exceed the model's {config.max_positions}; "
-            f"use --context {room}"
+            f"{source} has {total} tokens: a context of {context} with {new_tokens} generated needs "
+            f"{context - new_tokens}; give a longer text or use --context {total + new_tokens}"
         )
+    ids = ids[: context - new_tokens]
+    config = stretched(config, context)
+    model = load_model(loaded.params, config)
+    del loaded
     heads, layers = config.num_heads, config.num_layers
     delta = certjax.delta_per_call(delta_total, heads=heads, layers=layers, steps=new_tokens)
     promise = certjax.Config(epsilon=epsilon, delta=delta)
@@ -80,33 +98,36 @@ def run(
         f"δ = {delta_total} in all"
     )
 
-    caches = model.init_caches(1, len(ids) + new_tokens)
-    start = time.monotonic()
-    with Progress("prefill", "tokens") as progress:
-        logits, caches = prefill(model, [ids], caches, progress=progress)
-    prefill_seconds = time.monotonic() - start
-
+    start, kept = _prefill(model, ids, context, checkpoint, prefill_dir)
     rng = jax.random.key(seed)
-    print(
-        f"… {tokenizer.decode(ids[-24:])}\033[1m" if sys.stdout.isatty() else f"… {tokenizer.decode(ids[-24:])} ⟶",
-        end="",
-        flush=True,
-    )
-    certified, certified_rate = _generate(model, logits, caches, promise, new_tokens, rng, tokenizer)
-    print("\033[0m" if sys.stdout.isatty() else "", flush=True)
-    print("the same with dense attention …", file=sys.stderr, flush=True)
-    dense, dense_rate = _generate(model.with_attention("dense"), logits, caches, promise, new_tokens, rng)
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else (" ⟶", "")
+    print(f"… {tokenizer.decode(ids[-24:])}{bold}", end="", flush=True)
+    certified, times = _generate(model, start, promise, new_tokens, rng, tokenizer)
+    print(plain, flush=True)
+    print("the same with dense attention, and both again in turn …", file=sys.stderr, flush=True)
+    other = model.with_attention("dense")
+    dense, dense_times = _generate(other, start, promise, new_tokens, rng)
+    for _ in range(ROUNDS - 1):
+        times = np.concatenate([times, _generate(model, start, promise, new_tokens, rng)[1]])
+        dense_times = np.concatenate([dense_times, _generate(other, start, promise, new_tokens, rng)[1]])
+    (seconds, cpu), (dense_seconds, dense_cpu) = np.median(times, 0), np.median(dense_times, 0)
     print(f"replaying {replay_steps} steps against dense attention …", file=sys.stderr, flush=True)
     # At least as many tokens as statistics: entry t belongs to the step fed with token t.
     audited = model.with_attention(audited_attention)
-    replayed, _ = _generate(audited, logits, caches, promise, min(replay_steps, new_tokens - 1) + 1, rng)
-    numbers = _summary(certified, dense, replayed, delta, len(ids), heads, layers)
-    numbers |= {
-        "prefill_tokens_per_s": len(ids) / prefill_seconds,
-        "certified_tokens_per_s": certified_rate,
-        "dense_tokens_per_s": dense_rate,
+    replayed, _ = _generate(audited, start, promise, min(replay_steps, new_tokens - 1) + 1, rng)
+    numbers = demo_table.summary(certified, dense, replayed, delta) | {
+        "context": len(ids),
+        "trained": trained,
+        "stretch": context / trained,
+        "prefill_tokens_per_s": len(ids) / start.seconds,
+        "prefill_kept": kept,
+        "certified_tokens_per_s": float(1 / seconds),
+        "dense_tokens_per_s": float(1 / dense_seconds),
+        "certified_cpu_ms": 1e3 * float(cpu),
+        "dense_cpu_ms": 1e3 * float(dense_cpu),
+        "timed_steps": len(times),
     }
-    _print_table(numbers, epsilon, delta_total)
+    demo_table.show(numbers, epsilon, delta_total)
     return numbers
 
 
@@ -126,20 +147,75 @@ def read_text(prompt_file: str | None) -> tuple[str, str]:
         raise ValueError(f"{prompt_file}: is not UTF-8 text: {error}") from error
 
 
-def _generate(model, logits, caches, promise, count, rng, tokenizer=None) -> tuple[GenerateResult, float]:
-    """Decodes from a copy of the caches; returns the result and tokens/s without the steps that compile."""
-    times: list[float] = []
+def stretched(config: LlamaConfig, positions: int) -> LlamaConfig:
+    """The model for a context of `positions` tokens; the weights stay the same.
+
+    Beyond the positions that it was trained for, YaRN scales them by just what is missing, with its usual constants.
+
+    Raises:
+      ValueError: the model's positions are scaled already.
+
+    Source: YaRN (arXiv 2309.00071).
+    """
+    if positions <= config.max_positions:
+        return config
+    if config.rope.rope_type != "default":
+        raise ValueError(
+            f"context of {positions} tokens exceeds the model's {config.max_positions}, and its rotary embedding is "
+            f"scaled already ({config.rope.rope_type}); use --context {config.max_positions}"
+        )
+    rope = dataclasses.replace(
+        config.rope,
+        rope_type="yarn",
+        factor=positions / config.max_positions,
+        original_max_positions=config.max_positions,
+    )
+    return dataclasses.replace(config, max_positions=positions, rope=rope)
+
+
+def _prefill(
+    model: Llama, ids: list[int], capacity: int, checkpoint: str, prefill_dir: str | None
+) -> tuple[Prefill, bool]:
+    """What reading the tokens gives, and whether it was kept from before."""
+    path = None
+    if prefill_dir is not None:
+        path = Path(prefill_dir) / prefill_file.file_name(checkpoint, model, ids, capacity, DTYPE)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{prefill_dir}: cannot be made: {error.strerror}; give another folder") from error
+        kept = prefill_file.read(path, model, capacity, DTYPE)
+        if kept is not None:
+            return kept, True
+    start = time.monotonic()
+    with Progress("prefill", "tokens") as progress:
+        logits, caches = prefill(model, [ids], model.init_caches(1, capacity, DTYPE), progress=progress)
+    result = Prefill(logits, caches, time.monotonic() - start)
+    if path is not None:
+        prefill_file.write(path, result)
+    return result, False
+
+
+def _generate(
+    model: Llama, start: Prefill, promise: "certjax.Config", count: int, rng: jax.Array, tokenizer=None
+) -> tuple[GenerateResult, np.ndarray]:
+    """Decodes from a copy of the caches.
+
+    Returns:
+      The result; seconds and CPU seconds [steps, 2] of every step but the first, which compiles.
+    """
+    times: list[tuple[float, float]] = []
     text = None if tokenizer is None else tokenizer.stream()
 
     def stream(_, tokens):
-        times.append(time.monotonic())
+        times.append((time.monotonic(), time.process_time()))
         if text is not None:
             print(text.push(int(tokens[0])), end="", flush=True)
 
     result, _ = decode(
         model,
-        logits,
-        jax.tree.map(jnp.copy, caches),
+        start.logits,
+        jax.tree.map(jnp.copy, start.caches),
         max_new_tokens=count,
         rng=rng,
         certified_config=promise,
@@ -147,53 +223,4 @@ def _generate(model, logits, caches, promise, count, rng, tokenizer=None) -> tup
     )
     if text is not None:
         print(text.flush(), end="", flush=True)
-    steps = np.diff(times)[1:]
-    return result, float(1 / np.median(steps)) if len(steps) else float("nan")
-
-
-def _summary(certified, dense, replayed, delta, context, heads, layers) -> dict[str, float]:
-    stats = {name: np.asarray(x) for name, x in certified.statistics.items()}
-    sampled = stats["certified"] & ~stats["exact"]
-    keys = stats["keys_read"]
-    over = np.asarray(replayed.statistics["error_over_epsilon"])
-    return {
-        "context": context,
-        "new_tokens": certified.tokens.shape[1],
-        "head_steps": sampled.size,
-        "sampled_share": float(sampled.mean()),
-        "exact_share": float(stats["exact"].mean()),
-        "uncertified": int((~stats["certified"]).sum()),
-        "keys_mean": float(keys.mean()),
-        "keys_p90": float(np.percentile(keys, 90)),
-        "keys_median": float(np.median(keys)),
-        "pool": round(float(np.asarray(dense.statistics["keys_read"]).mean())),  # dense reads all of it
-        "bytes_share": float(stats["bytes_read"].sum() / np.asarray(dense.statistics["bytes_read"]).sum()),
-        "delta_spent": certjax.delta_spent(delta, calls=int(sampled.sum())),
-        "same_tokens": int((np.asarray(certified.tokens) == np.asarray(dense.tokens)).cumprod(-1).sum()),
-        "replayed_steps": over.shape[0],
-        "replayed_head_steps": int((over > 0).sum()),
-        "largest_error_over_epsilon": float(over.max()),
-        "violations": int((over > 1).sum()),
-    }
-
-
-def _print_table(n: dict[str, float], epsilon: float, delta_total: float) -> None:
-    rows = {
-        "context": "{context} tokens, then {new_tokens} generated",
-        "prefill (exact)": "{prefill_tokens_per_s:.0f} tokens/s",
-        "decode, dense": "{dense_tokens_per_s:.2f} tokens/s",
-        "decode, certified": "{certified_tokens_per_s:.2f} tokens/s ({implementation} implementation)",
-        "head-steps": "{head_steps}: {sampled_share:.1%} sampled and certified, {exact_share:.1%} exact, "
-        "{uncertified} without certificate",
-        "keys read per head": "mean {keys_mean:.0f}, median {keys_median:.0f}, p90 {keys_p90:.0f} of a pool of {pool}",
-        "bytes read": "{bytes_share:.1%} of dense (metadata, keys, values; a model, not a measurement)",
-        "δ spent": "{delta_spent:.2g} of {delta_total:.2g} in all",
-        "same tokens as dense": "the first {same_tokens} of {new_tokens}",
-        "replay against dense": "{replayed_steps} steps, {replayed_head_steps} sampled head-steps: "
-        "largest error {largest_error_over_epsilon:.3f} ε, {violations} violations",
-    }
-    facts = n | {"delta_total": delta_total, "implementation": certjax.choose_implementation()}
-    width = max(map(len, rows))
-    print(f"\nε = {epsilon} (value measure: ‖ô − o‖ ≤ ε M)")
-    for name, text in rows.items():
-        print(f"  {name:<{width}}  {text.format(**facts)}")
+    return result, np.diff(times, axis=0)[1:]

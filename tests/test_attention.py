@@ -287,7 +287,7 @@ class TransformTest(chex.TestCase):
 class BadInputTest(chex.TestCase):
     def test_errors_name_the_argument(self):
         cache, query = _setup()
-        hint, full = certjax.init_hint(batch=1, heads=3), certjax.Config(bounds="full")
+        hint = certjax.init_hint(batch=1, heads=3)
         cases = (
             ("query must be .*T=1", lambda: certjax.decode_attention(query[0], cache, rng=KEY)),
             ("query must be .*H=16", lambda: certjax.decode_attention(query[..., :8], cache, rng=KEY)),
@@ -299,10 +299,6 @@ class BadInputTest(chex.TestCase):
             ("rng must be a key", lambda: certjax.decode_attention(query, cache, rng=jnp.zeros((2,), jnp.uint32))),
             ("hint.level must be", lambda: certjax.decode_attention(query, cache, rng=KEY, hint=hint)),
             ("implementation must be", lambda: certjax.decode_attention(query, cache, rng=KEY, implementation="cuda")),
-            (
-                "the extension has no tier 2",
-                lambda: certjax.decode_attention(query, cache, rng=KEY, config=full, implementation="native"),
-            ),
             ("epsilon must lie", lambda: certjax.Config(epsilon=0.0)),
             ("delta must lie", lambda: certjax.Config(delta=1.0)),
             ("measure must be one of", lambda: certjax.Config(measure="values")),

@@ -51,3 +51,27 @@ class MagnitudeTest(chex.TestCase):
             error = np.linalg.norm(np.asarray(result.output, np.float64)[0, 0] - out, axis=-1)
             self.assertTrue(bool(result.certificate.certified.all()))
             np.testing.assert_array_less(error, 0.02 * scale)
+
+    @parameterized.product(tiny=(1e-5, 1e-7), implementation=("native", "xla"))
+    def test_a_centre_far_larger_than_the_values(self, tiny, implementation):
+        # The first prefill fixes a centre of norm 3; later values are tiny, and only they have weight: sums over
+        # v − c0 then err by far more than ε M.
+        rng = np.random.default_rng(0)
+        query = rng.normal(size=16)
+        value = tiny * rng.normal(size=(2048, 16))
+        key = 0.3 * rng.normal(size=(2048, 16))
+        value[:64] = 0.7 * rng.normal(size=16)
+        key[:64], key[-64:] = (x * 4 * query / (query @ query) for x in (-60, 20))
+        spread = lambda x: jnp.asarray(np.broadcast_to(x[None, :, None], (1, 2048, 2, 16)), jnp.float32)
+        key, value = spread(key), spread(value)
+        cache = certjax.init_cache(batch=1, kv_heads=2, head_dim=16, capacity=2048, dtype="float32")
+        cache = certjax.prefill(cache, key[:, :64], value[:, :64])
+        cache = certjax.prefill(cache, key[:, 64:], value[:, 64:])
+        query = jnp.asarray(np.broadcast_to(query, (1, 1, 4, 16)), jnp.float32)
+        config = certjax.Config(epsilon=0.3, always_sample=True)
+        result = certjax.decode_attention(query, cache, rng=KEY, config=config, implementation=implementation)
+        out, scale, _ = dense64(query, cache)
+        error = np.linalg.norm(np.asarray(result.output, np.float64)[0, 0] - out, axis=-1)
+        self.assertTrue(bool(result.certificate.certified.all()))
+        np.testing.assert_array_less(error, 0.3 * scale)
+        np.testing.assert_array_less(np.asarray(result.certificate.value_scale_lower)[0], scale)

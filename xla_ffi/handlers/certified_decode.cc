@@ -78,9 +78,9 @@ int LevelCount(int64_t pool_keys, float epsilon) {
 }
 
 ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                            int32_t measure, bool dense,
-                            bool always_sample, float largest, int64_t window,
-                            int64_t sinks, int64_t span, int32_t storage, int32_t isa) {
+                            int32_t measure, bool full, bool dense, bool always_sample,
+                            float largest, int64_t window, int64_t sinks, int64_t span,
+                            int32_t storage, int32_t isa) {
   Checker check;
   check.Require(args.size() == kOperands && rets.size() == kOutputs,
                 "certified_decode takes 22 operands and gives 13 results");
@@ -112,7 +112,7 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
   check.Require(S % kBlock == 0, "the capacity must be a multiple of 64: got " + std::to_string(S));
   check.Require(G >= 1 && G <= kMaxGroup,
                 "query heads per kv head must be 1 to 16: got " + std::to_string(G));
-  check.Require(measure == kValue || measure == kOutput,
+  check.Require(measure == kValue || measure == kOutput || measure == kDenominator,
                 "measure is unknown: " + std::to_string(measure));
   check.Require(window >= 0 && sinks >= 0 && span >= 0,
                 "window, sinks and span must be at least 0");
@@ -204,7 +204,8 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
     a.head_dim = static_cast<int>(H);
     a.capacity = S;
     std::copy_n(reinterpret_cast<const uint32_t*>(at(kWords, 16 * bk)), 4, a.words);
-    a.promise = {*f32(kEpsilon, b), *f32(kDelta, b), static_cast<Measure>(measure)};
+    a.promise = {*f32(kEpsilon, b), *f32(kDelta, b), static_cast<Measure>(measure),
+                 full && measure != kDenominator};
     const int64_t length = *reinterpret_cast<const int32_t*>(at(kLength, 4 * b));
     // masks() of reference.py
     a.attend_end = length;
@@ -263,6 +264,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_certified_decode, certjax::CertifiedDecode
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int32_t>("measure")
+                                  .Attr<bool>("full")
                                   .Attr<bool>("dense")
                                   .Attr<bool>("always_sample")
                                   .Attr<float>("largest")

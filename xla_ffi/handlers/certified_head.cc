@@ -58,6 +58,16 @@ void HeadRun::Carve(Layout* layout) {
   layout->Take(&a.square, chunks * kSegment);
   layout->Take(&a.score, chunks * G * kSegment);
   layout->Take(&a.log_size, chunks * G * kSegment);
+  if (a.promise.full) {
+    layout->Take(&a.scatter, G * H * H);
+    layout->Take(&a.scatter_part, G * 2 * H * H);
+    layout->Take(&a.scatter_rows, G * 2 * kLanes * H);
+  }
+  if (a.promise.measure == kDenominator) {
+    layout->Take(&a.scan_score, Blocks(a) * kBlock * G);
+    layout->Take(&a.half_width, Blocks(a) * kBlock * G);
+    layout->Take(&a.scan_chunk, chunks * G);
+  }
 }
 
 bool HeadRun::Reserve() {
@@ -185,7 +195,8 @@ void HeadRun::Finish() {
         static_cast<int32_t>(std::max<int64_t>(a.pool_end - a.pool_begin, 0));
     results.log_normalizer[g] = dense_log_[i];
     // M ≥ ‖o‖
-    results.value_scale_lower[g] = static_cast<float>(Norm(out, H) * (1 - 1e-5));
+    const double lower = 1 - 1e-5 - Rounding(a, Norm(a.query + g * H, H) * a.key_norm_max);
+    results.value_scale_lower[g] = static_cast<float>(Norm(out, H) * std::max(lower, 0.0));
   }
   for (int g = 0; g < a.group; ++g) {
     const float* out = results.out + g * H;

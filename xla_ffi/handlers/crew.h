@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -56,11 +57,18 @@ class Crew : public std::enable_shared_from_this<Crew<Job, Task>> {
     return true;
   }
 
-  void Push(const std::vector<Task>& more) {
+  bool Push(const std::vector<Task>& more) {
     std::lock_guard<std::mutex> lock(mutex_);
+    try {
+      tasks_.reserve(tasks_.size() + more.size());
+    } catch (const std::bad_alloc&) {
+      no_memory_.store(true, std::memory_order_relaxed);
+      return false;
+    }
     // The first of them is to be taken first.
     tasks_.insert(tasks_.end(), more.rbegin(), more.rend());
     waiting_.store(static_cast<int64_t>(tasks_.size()), std::memory_order_relaxed);
+    return true;
   }
 
   bool Wait() {
@@ -74,7 +82,7 @@ class Crew : public std::enable_shared_from_this<Crew<Job, Task>> {
   }
 
   void End() {
-    if (job_.failed()) {
+    if (job_.failed() || no_memory_.load(std::memory_order_relaxed)) {
       promise_.SetError(
           xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted, "no memory for a step"));
     } else {
@@ -89,10 +97,13 @@ class Crew : public std::enable_shared_from_this<Crew<Job, Task>> {
     do {
       while (Pop(&task)) {
         more.clear();
-        job_.Run(task, &more);
-        if (!more.empty()) {
-          unfinished_.fetch_add(static_cast<int64_t>(more.size()), std::memory_order_relaxed);
-          Push(more);
+        try {
+          job_.Run(task, &more);
+          const auto count = static_cast<int64_t>(more.size());
+          unfinished_.fetch_add(count, std::memory_order_relaxed);
+          if (!Push(more)) unfinished_.fetch_sub(count, std::memory_order_relaxed);
+        } catch (const std::bad_alloc&) {  // nothing may cross into XLA
+          no_memory_.store(true, std::memory_order_relaxed);
         }
         if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) End();
       }
@@ -104,6 +115,7 @@ class Crew : public std::enable_shared_from_this<Crew<Job, Task>> {
   std::vector<Task> tasks_;
   std::atomic<int64_t> waiting_{0};     // tasks in the stack
   std::atomic<int64_t> unfinished_{0};  // tasks in the stack or under way
+  std::atomic<bool> no_memory_{false};
   xla::ffi::Promise promise_;
 };
 

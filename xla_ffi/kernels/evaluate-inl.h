@@ -1,17 +1,13 @@
-// One level of one query head: sums of the sample, the claim, and tier 1 of the certificate.
-// Included after read-inl.h. The definitions and proofs are those of certjax/levels.py and
+// One level of one query head: sums of the sample, the claim, and how far the certificate is from
+// it. Included after read-inl.h. The definitions and proofs are those of certjax/levels.py and
 // certjax/certificate.py, function by function.
 #ifndef CERTJAX_KERNELS_EVALUATE_INL_H_
 #define CERTJAX_KERNELS_EVALUATE_INL_H_
 
-#include "kernels/read-inl.h"
+#include "kernels/matrix-inl.h"
 
 namespace certjax {
 namespace {
-
-constexpr float kOutward = 1.0f + 1e-5f;
-constexpr float kMargin = 1.0f + 0x1p-10f;
-constexpr int kGrid = 16;  // intervals, one a lane
 
 // levels.Sums without the window, and what the next level is chosen from.
 struct LevelSums {
@@ -108,83 +104,10 @@ class Summer {
 template <typename T>
 void SumLevel(const CertifiedHead& a, int g, LevelSums* out) {
   Summer<T> summer(a, g, out);
-  const int64_t chunks = Chunks(a);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const int64_t base = chunk * kSegment;
-    const float* score = a.score + base * a.group + g * kSegment;
-    const float* log_size = a.log_size + base * a.group + g * kSegment;
-    for (int i = 0; i < a.entries[chunk]; i += kLanes) {
-      const F32x16 log_pi = LogPi(score + i, log_size + i, a.state[g].log_tau);
-      for (uint32_t drawn = Drawn(log_pi, a.noise + base + i); drawn != 0; drawn &= drawn - 1) {
-        const int j = i + __builtin_ctz(drawn);
-        summer.Draw(a.index[base + j], score[j], log_size[j], a.size[base + j], a.square[base + j]);
-      }
-    }
-  }
+  ForDrawn(a, g, [&](int64_t, int64_t at, int64_t own) {
+    summer.Draw(a.index[at], a.score[own], a.log_size[own], a.size[at], a.square[at]);
+  });
   summer.Fold();
-}
-
-// Σ ω ‖v − o‖² at most, over all o within b of ô.
-inline F32x16 SpreadUpper(double weight, double scatter, double far, F32x16 b) {
-  const F32x16 x = Add(Set1(static_cast<float>(far) * kOutward), b);
-  const F32x16 moved =
-      Fma(Mul(x, x), Set1(static_cast<float>(weight)), Set1(static_cast<float>(scatter)));
-  return Mul(moved, Set1(weight > 0.0 ? kOutward : 0.0f));
-}
-
-// The root μ ≥ k of μ − k − k ln(μ / k) = L, from above.
-inline F32x16 MeanUpper(F32x16 k, float log_inverse) {
-  const F32x16 log_inv = Set1(log_inverse);
-  const F32x16 safe = Max(k, Set1(kTiny));
-  F32x16 mu = Add(Add(k, Sqrt(Mul(Mul(Set1(2.0f), k), log_inv))), log_inv);
-  const Mask16 none = Less(k, Set1(2 * kTiny));
-  for (int i = 0; i < 8; ++i) {
-    const F32x16 step = Sub(mu, k);
-    const F32x16 excess = Sub(Sub(step, Mul(k, Log1p(Div(Max(step, Set1(0.0f)), safe)))), log_inv);
-    const F32x16 slope = Sub(Set1(1.0f), Div(k, mu));
-    const F32x16 change = Div(Max(excess, Set1(0.0f)), Max(slope, Set1(kTiny)));
-    mu = Select(none, mu, Sub(mu, change));
-  }
-  return Mul(Max(mu, k), Set1(kOutward));
-}
-
-// h(y) = (1 + y) ln(1 + y) − y, from below.
-inline F32x16 Bennett(F32x16 y) {
-  const F32x16 series = Mul(Mul(y, y), Sub(Set1(0.5f), Mul(y, Set1(1.0f / 6))));
-  const F32x16 whole = Sub(Mul(Add(Set1(1.0f), y), Log1p(y)), y);
-  return Select(Less(y, Set1(0.02f)), series, whole);
-}
-
-struct RangeFactor {
-  F32x16 offset, size_max, size_min;
-
-  explicit RangeFactor(const LevelState& s)
-      : offset(Set1(s.offset)), size_max(Set1(s.size_max)), size_min(Set1(s.size_min)) {}
-
-  // rng(x): g ‖v − o‖ ≤ τ rng(x) for every light key and x ≥ ‖o − c0‖.
-  F32x16 operator()(F32x16 x) const {
-    const F32x16 wide = Mul(x, Set1(kOutward));
-    const F32x16 r = Div(wide, offset);
-    const F32x16 by_offset = Sqrt(Fma(r, r, Set1(1.0f)));
-    return Mul(Min(by_offset, Div(Add(size_max, wide), size_min)), Set1(kOutward));
-  }
-};
-
-inline float Lane0(F32x16 a) {
-  float lanes[kLanes];
-  Store(lanes, a);
-  return lanes[0];
-}
-
-// b* = b_0 < … < b_16 = b_max.
-inline void Grid(float tight, float b_max, float* b) {
-  float ratio = b_max / (tight > kTiny ? tight : kTiny);
-  ratio = ratio > 1.0f ? ratio : 1.0f;
-  const F32x16 power = Mul(ToFloat(Iota()), Set1(1.0f / kGrid));
-  Store(b, Mul(Set1(tight), Exp(Mul(Mul(power, power), Set1(Log(ratio))))));
-  const float last = b_max * kOutward;
-  b[0] = tight;
-  b[kGrid] = last > tight ? last : tight;
 }
 
 // Event M: lower bound of M².
@@ -199,8 +122,73 @@ inline double ScaleSquaredLower(const LevelSums& s, const LevelState& h, double 
   return constant < 0.0 ? -2 * constant / sum * cap / (double{kOutward} * kOutward) : 0.0;
 }
 
+// The level passed, or another one follows, or none.
+inline void Conclude(CertifiedHead& a, int g, const LevelSums& sums, double shortfall) {
+  LevelState& s = a.state[g];
+  const float epsilon = a.promise.epsilon;
+  const bool passed = shortfall < 1.0;
+  const double first_size = FirstSize(epsilon);
+  const double needed = sums.mass * shortfall / first_size;
+  s.sufficient = passed ? static_cast<float>(2 * __builtin_log2(needed > kTiny ? needed : kTiny))
+                        : static_cast<float>(s.level);
+  s.keys = sums.keys;
+  s.certified = passed;
+  // Small samples overstate the shortfall, so the jump is damped.
+  const double damped = shortfall > 1.0 ? shortfall < 1e6 ? shortfall : 1e6 : 1.0;
+  const int jump = static_cast<int>(__builtin_rint(__builtin_log2(damped)));
+  const int next = s.level + (jump > 1 ? jump : 1);
+  s.running = !passed && next < a.levels;
+  const float keys = sums.keys > 1 ? static_cast<float>(sums.keys) : 1.0f;
+  const float grown = keys * __builtin_exp2f(0.5f * static_cast<float>(next - s.level));
+  const float most = LevelSize(next, epsilon);
+  s.expected = passed ? keys : !s.running ? 0.0f : grown < most ? grown : most;
+  if (s.running) SetLevel(s, next, static_cast<float>(first_size), a.reference[g]);
+}
+
+// ln(1 / δ_j)
+inline double LogInverse(const CertifiedHead& a) {
+  return __builtin_log(static_cast<double>(a.levels > 1 ? a.levels : 1)) -
+         __builtin_log(double{a.promise.delta});
+}
+
+// evaluate_denominator of levels.py.
+template <typename T>
+void EvaluateDenominator(CertifiedHead& a, int g) {
+  LevelState& s = a.state[g];
+  const int H = a.head_dim;
+  LevelSums sums = {};
+  SumLevel<T>(a, g, &sums);
+  const double weight = s.window_mass + sums.exact + sums.sampled;
+  const double safe = weight > kTiny ? weight : kTiny;
+  bool finite = true;
+  for (int x = 0; x < H; ++x) {
+    const int lane = x - x % kLanes + LaneOf<T>(x % kLanes);
+    const double y = (a.window_first[g * H + lane] + sums.first[0][lane]) / safe;
+    a.center[g * H + x] = static_cast<float>(y);
+    finite = finite && __builtin_isfinite(a.center[g * H + x]);
+  }
+
+  IntervalSums scan(a, g);
+  ForDrawn(a, g, [&](int64_t chunk, int64_t at, int64_t own) {
+    scan.Draw(chunk, a.index[at], a.score[own], a.score[own] - s.log_tau < 0.0f);
+  });
+  const double log_inverse = LogInverse(a) + kLn2;
+  const Interval d = scan.Finish(s.window_mass + sums.exact, Exp(s.log_tau), log_inverse);
+  const double low = d.low / kOutward, high = d.high * kOutward;
+  const double relative = (high - low) / (high + low);  // |middle − D| ≤ relative · D
+  double shortfall = relative * kMargin / (a.promise.epsilon - s.rounding);
+  // The rounding of both ends is relative to the scan's sum, which may overshoot D.
+  const bool sane = finite && low > 1e-12 && high < 1e15 && s.scan.middle < 30 * low;
+  if (!(sane && shortfall < 1e30)) shortfall = 1e30;
+  s.denominator = static_cast<float>(2 * low * high / (low + high));
+  s.scale_lower = 0.0f;
+  s.bound = static_cast<float>((relative + s.rounding) / a.unit);  // no value: it has no unit
+  Conclude(a, g, sums, shortfall);
+}
+
 template <typename T>
 void RunEvaluate(CertifiedHead& a, int g) {
+  if (a.promise.measure == kDenominator) return EvaluateDenominator<T>(a, g);
   LevelState& s = a.state[g];
   const int H = a.head_dim;
   const bool value = a.promise.measure == kValue;
@@ -208,7 +196,6 @@ void RunEvaluate(CertifiedHead& a, int g) {
   const double allowed = epsilon - s.rounding;
   LevelSums sums = {};
   SumLevel<T>(a, g, &sums);
-  s.keys = sums.keys;
 
   const double tau = Exp(s.log_tau);
   const double cap = 4.0f * s.scale_squared > kTiny ? 4.0f * s.scale_squared : kTiny;
@@ -229,28 +216,30 @@ void RunEvaluate(CertifiedHead& a, int g) {
     mean_square += mean * mean;
     center_size += c0 * c0;
   }
-  size = __builtin_sqrt(size);
+  size = __builtin_sqrt(size) - s.center_rounding;  // ‖ô‖, from below
+  size = size > 0.0 ? size : 0.0;
   x0 = __builtin_sqrt(x0);
   const double spread = sums.s2 * kOutward - sums.s0 * mean_square;
 
-  const double log_inverse = __builtin_log(static_cast<double>(a.levels > 1 ? a.levels : 1)) -
-                             __builtin_log(double{a.promise.delta});
-  const double log_z = log_inverse - __builtin_log(value ? 0.5 : 0.55);
-  const double log_v = log_inverse - __builtin_log(value ? 0.4 : 0.45);
+  const double log_inverse = LogInverse(a);
+  const Shares& share = kShares[a.promise.full][value ? 0 : 1];
+  const double log_z = log_inverse - __builtin_log(share.z1);
+  const double log_v = log_inverse - __builtin_log(share.v1);
   double bound, scale_lower;
   if (value) {
     const double scale_squared = ScaleSquaredLower(sums, s, denominator, s.window_hat + sums.hat,
-                                                   cap, tau, log_inverse - __builtin_log(0.1));
-    const double by_scale = allowed * __builtin_sqrt(scale_squared);
+                                                   cap, tau, log_inverse - __builtin_log(share.m));
+    // M of the true weights is a rounding away from that of the float32 ones.
+    const double root = __builtin_sqrt(scale_squared) * (1 - s.rounding);
     const double by_output = allowed * size / (1 + allowed);
-    bound = by_scale > by_output ? by_scale : by_output;
-    const double root = __builtin_sqrt(scale_squared);
-    scale_lower = root > size - bound ? root : size - bound;
+    bound = (allowed * root > by_output ? allowed * root : by_output) - s.center_rounding;
+    const double by_size = (size - bound) * (1 - s.rounding);
+    scale_lower = root > by_size ? root : by_size;
   } else {
     const double largest =
         s.radius + __builtin_sqrt(center_size);  // ≥ M: rounding is relative to it
-    bound = epsilon * size / (1 + epsilon) - s.rounding * largest;
-    scale_lower = size - bound > 0.0 ? size - bound : 0.0;
+    bound = epsilon * size / (1 + epsilon) - s.rounding * largest - s.center_rounding;
+    scale_lower = size - bound > 0.0 ? (size - bound) * (1 - s.rounding) : 0.0;
   }
 
   const float tight = bound > kTiny ? static_cast<float>(bound) : kTiny;
@@ -261,8 +250,7 @@ void RunEvaluate(CertifiedHead& a, int g) {
   // Tier 1: every interval of the grid must be refuted.
   const RangeFactor range(s);
   const F32x16 upper = Load(b + 1);
-  const F32x16 largest = Mul(Set1(static_cast<float>(tau)),
-                             range(Add(Set1(static_cast<float>(x0) * kOutward), upper)));
+  const F32x16 largest = Largest(range, tau, x0, upper);
   const F32x16 limit = Max(Mul(largest, largest), Set1(kTiny));
   const F32x16 seen = SpreadUpper(sums.s0, spread > 0.0 ? spread : 0.0, __builtin_sqrt(far), upper);
   const F32x16 variance = Mul(limit, MeanUpper(Div(seen, limit), static_cast<float>(log_v)));
@@ -277,7 +265,11 @@ void RunEvaluate(CertifiedHead& a, int g) {
     least = r < least ? r : least;
     number = number && r == r;
   }
-  double shortfall = (log_z + 0.69314718055994531) * kMargin / (least > kTiny ? least : kTiny);
+  double shortfall = (log_z + kLn2) * kMargin / (least > kTiny ? least : kTiny);
+  if (a.promise.full && !(shortfall < 1.0) && tight < b_max) {
+    const double second = MatrixShortfall<T>(a, g, {tau, denominator, x0, log_inverse}, b);
+    if (!(second >= shortfall)) shortfall = second;  // a NaN fails
+  }
   if (tight >= b_max) shortfall = 0.0;  // ô and o are at most b_max apart
   // Outside this range squares may flush to zero or overflow: the level proves nothing.
   const double small = tau * Lane0(range(Set1(static_cast<float>(x0))));
@@ -287,25 +279,11 @@ void RunEvaluate(CertifiedHead& a, int g) {
                     __builtin_isfinite(bound + scale_lower + size);
   if (!(sane && shortfall < 1e30)) shortfall = 1e30;
 
-  const bool passed = shortfall < 1.0;
-  const double first_size = FirstSize(epsilon);
-  const double needed = sums.mass * shortfall / first_size;
-  s.sufficient = passed ? static_cast<float>(2 * __builtin_log2(needed > kTiny ? needed : kTiny))
-                        : static_cast<float>(s.level);
   s.denominator = static_cast<float>(denominator);
   s.scale_lower = static_cast<float>(scale_lower);
-  s.bound = static_cast<float>(bound + s.rounding * (s.radius + __builtin_sqrt(center_size)));
-  s.certified = passed;
-  // Small samples overstate the shortfall, so the jump is damped.
-  const double damped = shortfall > 1.0 ? shortfall < 1e6 ? shortfall : 1e6 : 1.0;
-  const int jump = static_cast<int>(__builtin_rint(__builtin_log2(damped)));
-  const int next = s.level + (jump > 1 ? jump : 1);
-  s.running = !passed && next < a.levels;
-  const float keys = sums.keys > 1 ? static_cast<float>(sums.keys) : 1.0f;
-  const float grown = keys * __builtin_exp2f(0.5f * static_cast<float>(next - s.level));
-  const float most = LevelSize(next, epsilon);
-  s.expected = passed ? keys : !s.running ? 0.0f : grown < most ? grown : most;
-  if (s.running) SetLevel(s, next, static_cast<float>(first_size), a.reference[g]);
+  s.bound = static_cast<float>(bound + s.rounding * (s.radius + __builtin_sqrt(center_size)) +
+                               s.center_rounding);
+  Conclude(a, g, sums, shortfall);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ namespace certjax {
 namespace {
 
 constexpr double kHalfLn2 = 0.34657359027997264;
+constexpr double kLn2 = 2 * kHalfLn2;
 
 // acc[w] ← acc[w] + Σ_i weight[w][i] (value_i · per_unit − center) for 16 · chunks channels from c
 // on.
@@ -135,6 +136,7 @@ void RunPlan(CertifiedHead& a, const float* hint) {
       const float lower = a.chunk[k].head[g].lower;
       top = lower > top ? lower : top;
     }
+    s.top = top;
     s.c = a.reference[g] + top;
     double mass = 0.0, second = 0.0, squares = 0.0;
     for (int64_t k = 0; k < chunks; ++k) {
@@ -145,13 +147,19 @@ void RunPlan(CertifiedHead& a, const float* hint) {
       second += weight * x.second * (unit * unit);
       squares += weight * x.squares * (unit * unit);
     }
-    const double square = second / (mass > kTiny ? mass : kTiny);
-    const double largest = double{size_max} * per_unit;
-    double offset = __builtin_sqrt(0.5 * square);
-    const double least = 1e-4 * largest > 1e-12 ? 1e-4 * largest : 1e-12;
-    if (!(offset > least)) offset = least;
-    s.offset = static_cast<float>(offset);
-    s.mass = static_cast<float>(mass * __builtin_sqrt(square + offset * offset));
+    if (a.promise.measure == kDenominator) {  // z = w: sizes √(0 + 1)
+      s.offset = 1.0f;
+      s.mass = static_cast<float>(mass);
+      s.scan = MergeScan(a, g);
+    } else {
+      const double square = second / (mass > kTiny ? mass : kTiny);
+      const double largest = double{size_max} * per_unit;
+      double offset = __builtin_sqrt(0.5 * square);
+      const double least = 1e-4 * largest > 1e-12 ? 1e-4 * largest : 1e-12;
+      if (!(offset > least)) offset = least;
+      s.offset = static_cast<float>(offset);
+      s.mass = static_cast<float>(mass * __builtin_sqrt(square + offset * offset));
+    }
     // The window: level-independent, so summed once.
     s.window_mass = 0.0;
     double window_squares = 0.0;
@@ -162,6 +170,7 @@ void RunPlan(CertifiedHead& a, const float* hint) {
       window_squares += double{score[i]} * a.window_square[i];
     }
     const double denominator = mass + s.window_mass;
+    s.predicted = static_cast<float>(denominator);
     s.scale_squared = static_cast<float>((squares + window_squares) /
                                          (denominator > kTiny ? denominator : kTiny));
     const float cap = 4.0f * s.scale_squared > kTiny ? 4.0f * s.scale_squared : kTiny;
@@ -188,13 +197,13 @@ void RunPlan(CertifiedHead& a, const float* hint) {
     double length = 0.0;
     for (int c = 0; c < H; ++c) length += double{a.query[g * H + c]} * a.query[g * H + c];
     const double products = __builtin_sqrt(length) * a.key_norm_max;
-    const double eta = 0x1p-24 * ((H + 4) * products + 96);
-    const double sums = 0x1p-24 * 4 * (1024 + 64 + static_cast<double>(a.capacity) / 4096);
-    s.rounding = static_cast<float>(__builtin_expm1(2 * eta) + sums);
+    s.rounding = static_cast<float>(Rounding(a, products));
+    s.center_rounding = static_cast<float>(2 * SumsRounding(a) * a.center_norm * per_unit);
     const float epsilon = a.promise.epsilon;
     s.certified = false;
     // Beyond this the bounds of the scan might overflow.
-    const bool tame = products < 1e30 && s.mass > 0.0f && s.mass < kInf && s.scale_squared < kInf;
+    const bool tame = products < 1e30 && s.mass > 0.0f && s.mass < kInf && s.scale_squared < kInf &&
+                      __builtin_fabsf(s.c) < 1e30f && __builtin_fabsf(a.reference[g]) < 1e30f;
     s.running = tame && a.levels > 0 && epsilon - s.rounding >= epsilon / 2;
     s.bound = s.scale_lower = s.denominator = 0.0f;
     s.keys = 0;

@@ -41,6 +41,24 @@ inline uint32_t Drawn(F32x16 log_pi, const float* noise) {
   return ~Bits(Less(Add(log_pi, Load(noise)), Set1(0.0f))) & 0xFFFF;
 }
 
+// Calls fn(chunk, at, own) for every sampled candidate of a query head, by key: `at` is its place
+// in the arrays of the kv head, `own` in those of the query head.
+template <typename Fn>
+inline void ForDrawn(const CertifiedHead& a, int g, Fn fn) {
+  const int64_t chunks = Chunks(a);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t base = chunk * kSegment;
+    const int64_t own = base * a.group + g * kSegment;
+    for (int i = 0; i < a.entries[chunk]; i += kLanes) {
+      const F32x16 log_pi = LogPi(a.score + own + i, a.log_size + own + i, a.state[g].log_tau);
+      for (uint32_t drawn = Drawn(log_pi, a.noise + base + i); drawn != 0; drawn &= drawn - 1) {
+        const int j = i + __builtin_ctz(drawn);
+        fn(chunk, base + j, own + j);
+      }
+    }
+  }
+}
+
 // Query heads whose levels run.
 struct Running {
   int head[kMaxGroup];
@@ -146,14 +164,15 @@ void RunRead(CertifiedHead& a, int64_t chunk) {
   const int G = a.group;
   const int H = a.head_dim;
   const float per_unit = static_cast<float>(1 / a.unit);
+  const float size_unit = a.promise.measure == kDenominator ? 0.0f : per_unit;
   const int64_t base = chunk * kSegment;
   int32_t* index = a.index + base;
   float* score = a.score + base * G;
   float* log_size = a.log_size + base * G;
   const int old = a.entries[chunk];
   const Running running(a);
-  if (a.collect) Collect(a, chunk, running, per_unit);
-  const int count = Filter(a, chunk, running, old, per_unit);
+  if (a.collect) Collect(a, chunk, running, size_unit);
+  const int count = Filter(a, chunk, running, old, size_unit);
   a.entries[chunk] = count;
   Tile<T> rows, next;
   if (count > old) PointAt(a.key, index + old, count - old, H, &rows);

@@ -4,8 +4,8 @@
 #define CERTJAX_KERNELS_SCAN_INL_H_
 
 #include "kernels/append-inl.h"
+#include "kernels/denominator-inl.h"
 #include "kernels/dense_decode-inl.h"
-#include "kernels/math-inl.h"
 
 namespace certjax {
 namespace {
@@ -239,7 +239,9 @@ inline double UnitAbove(double x) {
 // Which keys enter the predictions, and how often: prediction_weights of estimator.py.
 inline bool Predicted(int64_t block, int group16) { return block == 0 || group16 == 0; }
 
-void RunScan(CertifiedHead& a, int64_t chunk) {
+// `keep`: the estimates and half-widths of all keys too, for the measure "denominator".
+template <bool keep>
+void ScanOf(CertifiedHead& a, int64_t chunk) {
   const int G = a.group;
   const int H = a.head_dim;
   const int64_t begin = FirstBlock(a) + chunk * kChunkBlocks;
@@ -287,6 +289,11 @@ void RunScan(CertifiedHead& a, int64_t chunk) {
         }
         lower[g] = Max(low, lower[g]);
         StoreHalfUp(upper + g * kLanes, up);
+        if (keep) {
+          const int64_t at = (key - FirstBlock(a) * kBlock) * G + g * kLanes;
+          Store(a.scan_score + at, e);
+          Store(a.half_width + at, Select(Less(e, Set1(-kHuge)), Set1(0.0f), half));
+        }
         if (predicted) Store(estimate + g * kLanes, e);
       }
       if (predicted) estimate += G * kLanes;
@@ -324,6 +331,15 @@ void RunScan(CertifiedHead& a, int64_t chunk) {
     result.head[g].mass = SumLanes(mass[g]);
     result.head[g].second = SumLanes(second[g]);
     result.head[g].squares = SumLanes(squares[g]);
+  }
+  if (keep) SumScan(a, chunk);
+}
+
+void RunScan(CertifiedHead& a, int64_t chunk) {
+  if (a.promise.measure == kDenominator) {
+    ScanOf<true>(a, chunk);
+  } else {
+    ScanOf<false>(a, chunk);
   }
 }
 

@@ -75,11 +75,12 @@ inline constexpr int kChunkKeys = kChunkBlocks * kBlock;  // part of the definit
 inline constexpr int kSegment = kChunkKeys + kLanes;      // candidates of a chunk, padded
 
 // What a certified step promises; the fields of certjax.Config.
-enum Measure : int { kValue = 0, kOutput = 1 };
+enum Measure : int { kValue = 0, kOutput = 1, kDenominator = 2 };
 
 struct Promise {
   float epsilon, delta;
   Measure measure;
+  bool full;  // tier 2 of the certificate where tier 1 fails
 };
 
 // What the scan of a chunk says about one query head; sums are relative to exp(lower + reference),
@@ -89,6 +90,14 @@ struct ScanSums {
   float mass;     // Σ w̃ over the predicted keys
   float second;   // Σ w̃ ν²
   float squares;  // Σ w̃ ‖v‖²
+};
+
+// What the scan knows of D, for the measure "denominator": w = exp(s) and its bounds, summed over
+// the pool keys of a chunk relative to exp(lower + reference), or over all of them relative to
+// exp(c).
+struct ScanBounds {
+  double low, middle, high;  // Σ of exp(s̃ − half-width), exp(s̃), exp(s̃ + half-width)
+  float widest;              // half-width
 };
 
 struct ScanChunk {
@@ -102,23 +111,27 @@ struct LevelState {
   bool running, certified;
   int level;
   float c;                    // deterministic reference: weights are exp(s − c)
-  float offset;               // r0
+  float top;                  // c relative to the reference of the scan
+  float offset;               // r0; 1 where z = w, with ν = 0
   float mass, scale_squared;  // predictions of Z and M²
+  float predicted;            // prediction of D
   float log_tau;
   float filter;                      // candidates have upper + ln t at least this
   float deep;                        // the same some levels on: candidates are collected ahead
   float covered;                     // down to here they are
   float rounding;                    // of float32 arithmetic, relative to M
+  float center_rounding;             // what the sums add, since they run over v − c0; absolute
   float size_max, size_min, radius;  // Range of certificate.py
   double window_mass, window_hat;    // Σ w and Σ w min(‖v‖² / cap, 1) over the window
   float expected;  // sample of the level that comes next; of the last one where certified
   float sufficient, bound, scale_lower, denominator;
   int64_t keys;
+  ScanBounds scan;
 };
 
 // One kv head of one row in a certified step. Filled by the handler, then by the kernels in the
-// order Prepare, Scan (chunks), Plan, { Read (chunks), Evaluate (query heads) }*. Chunk and head
-// calls may run at the same time; what is marked with * they write only in their own part.
+// order Prepare, Scan (chunks), Plan, { BeginRound, Read (chunks), Evaluate (query heads) }*. Chunk
+// and head calls may run at the same time; what is marked with * they write only in their own part.
 struct CertifiedHead {
   // The cache of this kv head; fields as in certjax/types.py.
   const void *key, *value;
@@ -161,6 +174,14 @@ struct CertifiedHead {
   float* score;          // * [chunks, G, kSegment] s − c
   float* log_size;       // * [chunks, G, kSegment] ln t
   float* center;         // * [G, H] ô − c0 in units
+  // Where both tiers may certify.
+  double* scatter;      // * [G, H, H] Σ (2 − π) g² (v − ô)(v − ô)ᵀ
+  float* scatter_part;  // * [G, 2, H, H]
+  float* scatter_rows;  // * [G, 2, 16, H]
+  // Measure "denominator".
+  float* scan_score;       // * [pool groups of 16, G, 16] s̃ − reference; −inf outside the pool
+  float* half_width;       // * the same, |s − s̃| at most; 0 outside the pool
+  ScanBounds* scan_chunk;  // * [chunks, G]
   float reference[kMaxGroup], residual_weight[kMaxGroup];
   float window_size_max;
   float center_norm;  // ‖c0‖ from above
@@ -191,6 +212,16 @@ inline bool BeginRound(CertifiedHead& a) {
     if (a.state[g].running) a.state[g].covered = a.state[g].deep;
   }
   return running;
+}
+
+// Relative error of a float32 sum over the keys, and with that of the scores: _sums_rounding and
+// _rounding of certjax/reference.py. `products` is ‖q‖ max ‖k‖.
+inline double SumsRounding(const CertifiedHead& a) {
+  return 0x1p-24 * 4 * (1024 + 64 + static_cast<double>(a.capacity) / 4096);
+}
+inline double Rounding(const CertifiedHead& a, double products) {
+  const double eta = 0x1p-24 * ((a.head_dim + 4) * products + 96);
+  return __builtin_expm1(2 * eta) + SumsRounding(a);
 }
 
 inline int64_t WindowKeys(const CertifiedHead& a) {
