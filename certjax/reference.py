@@ -251,8 +251,9 @@ def _run_levels(query, cache, config, hint, scores, values, usable):
         # The level that would have been enough: the sample that is needed grows with the shortfall.
         needed = jnp.maximum(out.mass * out.shortfall, TINY) / estimator.first_size(epsilon)
         sufficient = estimator.LEVELS_PER_DOUBLING * jnp.log2(needed)
-        # Small samples overstate the shortfall, so the jump is damped.
-        jump = jnp.round(0.5 * estimator.LEVELS_PER_DOUBLING * jnp.log2(jnp.clip(out.shortfall, 1, 1e6)))
+        # Small samples overstate the shortfall, so a long jump is damped.
+        doublings = jnp.log2(jnp.clip(out.shortfall, 1, 1e6))
+        jump = jnp.maximum(jnp.minimum(jnp.round(doublings), 2), jnp.round(0.5 * doublings))
         # At least one level, in integers: the loop ends whatever the arithmetic gave.
         next_level = state.level + jnp.maximum(jump.astype(jnp.int32), 1)
         ended = passed | (next_level >= count)

@@ -133,9 +133,12 @@ inline void Conclude(CertifiedHead& a, int g, const LevelSums& sums, double shor
                         : static_cast<float>(s.level);
   s.keys = sums.keys;
   s.certified = passed;
-  // Small samples overstate the shortfall, so the jump is damped.
+  // Small samples overstate the shortfall, so a long jump is damped.
   const double damped = shortfall > 1.0 ? shortfall < 1e6 ? shortfall : 1e6 : 1.0;
-  const int jump = static_cast<int>(__builtin_rint(__builtin_log2(damped)));
+  const double doublings = __builtin_log2(damped);
+  const int near = doublings < 2.0 ? static_cast<int>(__builtin_rint(doublings)) : 2;
+  const int far = static_cast<int>(__builtin_rint(0.5 * doublings));
+  const int jump = near > far ? near : far;
   const int next = s.level + (jump > 1 ? jump : 1);
   s.running = !passed && next < a.levels;
   const float keys = sums.keys > 1 ? static_cast<float>(sums.keys) : 1.0f;
