@@ -16,8 +16,6 @@ from certjax.types import Hint
 from tests.shared.certified_cases import Case, assert_same_results, draw, no_hint, run_both
 from tests.shared.families import FAMILIES
 
-pytestmark = pytest.mark.skipif(not _ffi.is_available()[0], reason="the extension is not loaded")
-
 FULL, OUTPUT, DENOMINATOR = ("bounds", "full"), ("measure", "output"), ("measure", "denominator")
 SINKS = ("sinks", 5)
 CASES = (

@@ -6,13 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from certjax.eval import demo, doctor
 from certjax.eval.progress import Progress
-from certjax.models import checkpoints
-from certjax.models.dummy import dummy_config, dummy_tensors
-from certjax.models.llama import params_from_tensors
 
 
 def run(*words):
@@ -118,43 +114,3 @@ def test_progress_speaks_only_once_there_is_some(capsys):
 def test_numbers_are_checked_before_the_model_is_loaded(options, message):
     with pytest.raises(ValueError, match=message):
         demo.run("nowhere", **options)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A tiny model with a token for every byte, the first of them the begin-of-text token."""
-    config = dummy_config(vocab_size=256, num_layers=1)
-    content = {
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-    }
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokens = {"bos_token_id": 0, "eos_token_id": [], "add_bos_token": True, "chat_template": None}
-    path = tmp_path_factory.mktemp("demo") / "model"
-    params = params_from_tensors(config, dummy_tensors(config))
-    checkpoints.save(path, params, content, json.loads(tokenizer.to_str()), tokens)
-    return path
-
-
-@pytest.mark.slow
-def test_demo_says_how_large_the_pool_is(checkpoint, tmp_path, capsys):
-    """All but the newest 64 tokens; over the three steps it grows from 101 − 64 to 103 − 64."""
-    (tmp_path / "text").write_text("a" * 99)
-    numbers = demo.run(
-        str(checkpoint), prompt_file=str(tmp_path / "text"), new_tokens=4, replay_steps=2, seed=2**32 - 1
-    )
-    assert numbers["context"] == 100
-    assert numbers["pool"] == 38
-    assert numbers["keys_mean"] <= 38
-    assert "of a pool of 38\n" in capsys.readouterr().out

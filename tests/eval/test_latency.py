@@ -344,7 +344,6 @@ def test_a_plot_without_matplotlib(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_plot(measured, suffix, tmp_path):
-    pytest.importorskip("matplotlib", reason="the optional extra `bench`")
     file = tmp_path / f"a.{suffix}"
     bench_report.plotter(str(file))(measured[0]["rows"])
     assert file.stat().st_size > 1000
