@@ -21,7 +21,7 @@ from certjax.types import STORAGE, Certificate, Config, Hint, KVCache, Measure
 MAX_GROUP = 16  # query heads of one kv head
 MAX_HEAD_DIM = 512
 
-# In the order of the handler's operands; the first are its results too, in place.
+# In the order of the handlers' operands, which a cache begins; append gives back the first, in place.
 _ALIASED = (
     "key",
     "value",
@@ -38,8 +38,6 @@ _ALIASED = (
     "valid",
 )
 _PLAIN = ("channel_weight", "channel_order", "value_center")
-# What a certified step reads, in the order of its operands.
-_READ = (*_ALIASED[:11], *_PLAIN, "length", "valid")
 
 
 def _runtime_version() -> tuple[int, int] | None:
@@ -173,6 +171,10 @@ def _same_varying(*arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
+def _arrays(cache: KVCache) -> list[jax.Array]:
+    return [getattr(cache, name) for name in _ALIASED + _PLAIN]
+
+
 def _check(name: str, x: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
     if x.shape != shape or x.dtype != dtype:
         raise ValueError(f"{name} must be {jnp.dtype(dtype).name} {shape}: got {x.dtype} {x.shape}")
@@ -182,6 +184,15 @@ def _check_head_dim(cache: KVCache) -> None:
     H = cache.shape[3]
     if H % 16 or not 16 <= H <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 16 between 16 and {MAX_HEAD_DIM}: got {H}")
+
+
+def _check_query(query: jax.Array, cache: KVCache) -> None:
+    B, K, _, H = cache.shape
+    _check_head_dim(cache)
+    G = query.shape[2] if query.ndim == 4 else 0
+    if not 1 <= G <= MAX_GROUP:
+        raise ValueError(f"query must be [B={B}, K={K}, G, H={H}] with G from 1 to {MAX_GROUP}: got {query.shape}")
+    _check("query", query, (B, K, G, H), jnp.float32)
 
 
 def append(cache: KVCache, key: jax.Array, value: jax.Array, active: jax.Array, *, isa: str | None = None) -> KVCache:
@@ -209,7 +220,7 @@ def append(cache: KVCache, key: jax.Array, value: jax.Array, active: jax.Array, 
     _check("value", value, (B, K, H), storage)
     _check("active", active, (B,), bool)
     attributes = _attributes(cache, isa)
-    operands = _same_varying(*(getattr(cache, name) for name in _ALIASED + _PLAIN), key, value, active)
+    operands = _same_varying(*_arrays(cache), key, value, active)
     # The handler takes any leading axes as batch axes, so vmap may add its own to all operands.
     call = jax.ffi.ffi_call(
         "certjax_append",
@@ -242,12 +253,7 @@ def dense_decode(
       ImportError: the extension is not loaded.
       ValueError: a shape, dtype or the span is wrong, or the level is not available.
     """
-    B, K, _, H = cache.shape
-    _check_head_dim(cache)
-    G = query.shape[2] if query.ndim == 4 else 0
-    if not 1 <= G <= MAX_GROUP:
-        raise ValueError(f"query must be [B={B}, K={K}, G, H={H}] with G from 1 to {MAX_GROUP}: got {query.shape}")
-    _check("query", query, (B, K, G, H), jnp.float32)
+    _check_query(query, cache)
     if span < 0:
         raise ValueError(f"span must be at least 0 (0 means all keys): got {span}")
     attributes = _attributes(cache, isa)
@@ -295,25 +301,20 @@ def certified_decode(
       ImportError: the extension is not loaded.
       ValueError: a shape or dtype is wrong, or the level is not available.
     """
-    B, K, S, H = cache.shape
-    _check_head_dim(cache)
-    G = query.shape[2] if query.ndim == 4 else 0
-    if not 1 <= G <= MAX_GROUP:
-        raise ValueError(f"query must be [B={B}, K={K}, G, H={H}] with G from 1 to {MAX_GROUP}: got {query.shape}")
-    _check("query", query, (B, K, G, H), jnp.float32)
+    B, K, S, _ = cache.shape
+    _check_query(query, cache)
     _check("words", words, (B, K, 4), jnp.uint32)
-    _check("hint.level", hint.level, (B, K, G), jnp.float32)
-    _check("hint.wait", hint.wait, (B, K, G), jnp.int32)
+    _check("hint.level", hint.level, query.shape[:3], jnp.float32)
+    _check("hint.wait", hint.wait, query.shape[:3], jnp.int32)
     numbers = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), (B,)) for x in (config.epsilon, config.delta)]
-    fields = [getattr(cache, name) for name in _READ]
-    operands = _same_varying(query, *fields, words, *numbers, hint.level, hint.wait)
-    heads = jax.typeof(operands[0][..., 0])
+    operands = _same_varying(*_arrays(cache), query, words, *numbers, hint.level, hint.wait)
+    heads = jax.typeof(operands[-1]).update(dtype=jnp.dtype(jnp.float32))
     dtypes = {"certified": bool, "exact": bool, "level": jnp.int32, "keys_read": jnp.int32, "candidates": jnp.int32}
     names = [field.name for field in dataclasses.fields(Certificate)]
     typed = [heads.update(dtype=jnp.dtype(dtypes.get(name, jnp.float32))) for name in names]
     results = [*typed, *(jax.typeof(x) for x in operands[-2:])]
     call = jax.ffi.ffi_call(
-        "certjax_certified_decode", [jax.typeof(operands[0]), *results], vmap_method="broadcast_all"
+        "certjax_certified_decode", [heads.update(shape=query.shape), *results], vmap_method="broadcast_all"
     )
     output, *rest = call(
         *operands,
@@ -361,18 +362,13 @@ def scan(
       ImportError: the extension is not loaded.
       ValueError: a shape, dtype or number is wrong, or the level is not available.
     """
-    B, K, S, H = cache.shape
-    _check_head_dim(cache)
-    G = query.shape[2] if query.ndim == 4 else 0
-    if not 1 <= G <= MAX_GROUP:
-        raise ValueError(f"query must be [B={B}, K={K}, G, H={H}] with G from 1 to {MAX_GROUP}: got {query.shape}")
-    _check("query", query, (B, K, G, H), jnp.float32)
+    B, K, S, _ = cache.shape
+    _check_query(query, cache)
     _check("words", words, (B, K, 4), jnp.uint32)
     if min(window, sinks, span) < 0:
         raise ValueError(f"window, sinks and span must be at least 0: got {window}, {sinks}, {span}")
-    fields = [getattr(cache, name) for name in _READ if name not in ("value", "key_norm_max")]
-    operands = _same_varying(query, *fields, words)
-    heads = jax.typeof(operands[0][..., 0])
+    operands = _same_varying(*_arrays(cache), query, words)
+    heads = jax.typeof(operands[-2][..., 0])
     call = jax.ffi.ffi_call("certjax_scan", [heads.update(shape=(*heads.shape, S)), heads], vmap_method="broadcast_all")
     upper, reference = call(
         *operands,

@@ -14,7 +14,7 @@ from certjax import _ffi, perturbation, quantization, reference
 from certjax.cache import from_storage
 from certjax.types import Config
 from tests.shared.certified_cases import append_all, assert_same_results
-from tests.shared.ffi_cases import LEVELS, make_cache, make_query, make_tokens
+from tests.shared.ffi_cases import ARRAYS, LEVELS, make_cache, make_query, make_tokens
 
 
 class ScanCase(NamedTuple):
@@ -175,7 +175,7 @@ class ScanTest(chex.TestCase):
         ):
             with pytest.raises(ValueError, match=message):
                 call()
-        for name in (name for name in _ffi._READ if name not in ("key", "value", "key_norm_max")):
+        for name in (name for name in ARRAYS if name != "key"):
             x = getattr(cache, name)
             for wrong in (x[..., :-1], jnp.zeros(x.shape, jnp.int16)):
                 with pytest.raises(jax.errors.JaxRuntimeError, match=f"{name} has another dtype or shape"):
