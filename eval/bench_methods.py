@@ -138,6 +138,11 @@ def _torch() -> list[Method]:
     ]
 
 
+def task_times() -> dict[str, int]:
+    """`certjax._ffi.task_times`; empty without the extension."""
+    return _ffi.task_times() if _ffi.is_available()[0] else {}
+
+
 def output_of(result: Any) -> np.ndarray:
     """The attention output of any method's result, float32 [G, H]."""
     if isinstance(result, certjax.AttentionResult):

@@ -23,6 +23,7 @@ COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("keys", 7, lambda r: _number(r["keys_read"], ".0f")),
     ("cand.", 7, lambda r: _number(r["candidates"], ".0f")),
     ("exact", 6, lambda r: _number(r["exact_share"], ".1%")),
+    ("scan/reads/cert.", 16, lambda r: _shares(r["parts"])),
     ("GB/s", 6, lambda r: f"{r['gb_per_s']:.1f}"),
     ("error/M", 7, lambda r: _number(r["largest_error_over_scale"], ".0e")),
 )
@@ -30,13 +31,21 @@ _NOTES = """\
 One decode step of one kv head with its g query heads, bfloat16 keys and values: medians over the repetitions, averaged
 over the kv heads. "dense" is own dense decode: above 1, a method is faster (80 %: interval over resampled repetitions).
 bytes: what a call must read against all keys and values (certified: what its certificate counts). keys, cand.: keys and
-candidates read a query head. error/M: the largest one observed. Threads cannot be set in the process: choose CPUs
-before it starts, as in `taskset -c 0 certjax bench`.
+candidates read a query head. scan/reads/cert.: percent of the native step's own time, all threads; the rest of 100 is
+exact attention, and what the call takes beside it is not in it. error/M: the largest one observed. Threads cannot be
+set in the process: choose CPUs before it starts, as in `taskset -c 0 certjax bench`.
 """
 
 
 def _number(x: float | None, form: str) -> str:
     return "–" if x is None else format(x, form)
+
+
+def _shares(parts: dict[str, float] | None) -> str:
+    if parts is None:
+        return "–"
+    total = sum(parts.values())
+    return "/".join(f"{100 * parts[name] / total:.0f}" for name in ("scan", "reads", "certificate"))
 
 
 def _ratio(row: Row) -> str:

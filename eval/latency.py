@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 import certjax
 from certjax.eval import bench_plan, bench_report, doctor
 from certjax.eval.bench_inputs import Case, Head, make_heads
-from certjax.eval.bench_methods import Method, methods, output_of, read_all
+from certjax.eval.bench_methods import Method, methods, output_of, read_all, task_times
 from certjax.eval.replay import dense_output
 
 
@@ -123,6 +124,7 @@ def measure(
     times = np.zeros((len(methods), repeats, len(heads)))
     previous: dict[tuple[int, int], Any] = {}
     results: list[list[Any]] = [[] for _ in methods]
+    parts: list[Counter[str]] = [Counter() for _ in methods]
     positions = min(len(head.steps) for head in heads)
     for r in range(repeats):
         t = 1 + r % (positions - 1)
@@ -133,7 +135,9 @@ def measure(
                     other = (h + 1) % len(heads)
                     flush()
                     _call(method, heads[other], t, previous.get((m, other)))
+                start = Counter(task_times())
                 previous[m, h], times[m, r, h] = _call(method, head, t, before)
+                parts[m].update(Counter(task_times()) - start)
                 results[m].append(previous[m, h])
     errors = [0.0] * len(methods)
     for h, head in enumerate(heads):
@@ -148,12 +152,20 @@ def measure(
     facts = {key: getattr(case, key) for key in ("kind", "source", "n", "d", "g", "heads")}
     facts |= {"data": "warm" if flush is None else "cold"}
     return [
-        facts | _row(case, method, times[m], dense, results[m], errors[m] if method.attends else None)
+        facts | _row(case, method, times[m], dense, results[m], parts[m], errors[m] if method.attends else None)
         for m, method in enumerate(methods)
     ]
 
 
 _exact = jax.jit(functools.partial(dense_output, config=certjax.Config()))
+
+
+def _parts(parts: Counter[str], calls: int) -> dict[str, float] | None:
+    """Microseconds a call of a native step's parts, over all threads and without the call itself; None for others."""
+    if not parts:
+        return None
+    names = {"scan": ("prepare", "scan"), "reads": ("read",), "certificate": ("evaluate",), "dense": ("dense",)}
+    return {name: sum(parts[kind] for kind in kinds) / 1e3 / calls for name, kinds in names.items()}
 
 
 def _call(method: Method, head: Head, t: int, previous: Any) -> tuple[Any, int]:
@@ -164,8 +176,16 @@ def _call(method: Method, head: Head, t: int, previous: Any) -> tuple[Any, int]:
     return result, time.perf_counter_ns() - start
 
 
-def _row(case: Case, method: Method, times: np.ndarray, dense: np.ndarray, results: list[Any], error) -> dict[str, Any]:
-    """What one method did; `times` and `dense` are nanoseconds [repetitions, kv heads]."""
+def _row(
+    case: Case,
+    method: Method,
+    times: np.ndarray,
+    dense: np.ndarray,
+    results: list[Any],
+    parts: Counter[str],
+    error: float | None,
+) -> dict[str, Any]:
+    """What one method did; `times` and `dense` are nanoseconds [repetitions, kv heads], `parts` those of its tasks."""
     total = np.median(times, 0).sum()
     again = np.random.default_rng(0).integers(len(times), size=(200, len(times)))  # bootstrap over the repetitions
     low, high = np.percentile(np.median(dense[again], 1).sum(1) / np.median(times[again], 1).sum(1), (10, 90))
@@ -192,6 +212,7 @@ def _row(case: Case, method: Method, times: np.ndarray, dense: np.ndarray, resul
         "candidates": candidates,
         "exact_share": exact,
         "gb_per_s": float(bytes_read / time_ns),
+        "parts": _parts(parts, len(results)) if method.share is None else None,
         "largest_error_over_scale": error,
         "times_us": (times / 1e3).round(2).tolist(),
     }

@@ -52,6 +52,20 @@ def test_the_table_is_complete(measured):
         assert result["environment"][name]
 
 
+def test_parts_of_the_certified_step(measured):
+    """A native step that is not exact scans, reads and evaluates; what else is timed has no parts."""
+    result, _ = measured
+    native = result["settings"]["implementation"] == "native"
+    for row in result["rows"]:
+        if not (native and row["method"].startswith("certified")):
+            assert row["parts"] is None
+            continue
+        assert set(row["parts"]) == {"scan", "reads", "certificate", "dense"}
+        assert all(part >= 0 for part in row["parts"].values())
+        assert row["parts"]["scan"] > 0
+        assert row["exact_share"] in (0, 1) or row["parts"]["reads"] > 0
+
+
 def test_numbers_are_what_they_are_called(measured):
     result, _ = measured
     dense = {row["data"]: row for row in rows_of(result, "dense")}
