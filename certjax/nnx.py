@@ -4,13 +4,16 @@
     layer = nnx.MultiHeadAttention(8, 512, decode=True, attention_fn=attention_fn, rngs=rngs)
     certjax.nnx.init_cache(layer, (batch, capacity, 512))  # instead of layer.init_cache(...)
 
+A layer that exists already takes it as `layer.attention_fn = nnx.data(attention_fn)`.
+
 A module that writes its own keys and values to a cache needs nothing of this file. It holds a `certjax.KVCache` and a
 `certjax.Hint`, each in an `nnx.Cache`, and decodes with
 
-    cache = certjax.append(self.cache.get_value(), key, value)
-    result = certjax.decode_attention(query, cache, rng=self.rngs(), hint=self.hint.get_value())
-    self.cache.set_value(cache), self.hint.set_value(result.hint)
+    self.cache.set_value(certjax.append(self.cache.get_value(), key, value))
+    result = certjax.decode_attention(query, self.cache.get_value(), rng=self.rngs(), hint=self.hint.get_value())
+    self.hint.set_value(result.hint)
 
+(examples/own_module.py is a whole one.)
 Import it as `certjax.nnx`; `import certjax` alone does not import flax.
 """
 
@@ -137,9 +140,7 @@ class CertifiedAttention(nnx.Module):
                 is_causal=is_causal,
             )
         if bias is not None:
-            raise ValueError(
-                "certified attention has no bias: add it to the scores in your own attention_fn, or drop it"
-            )
+            raise ValueError("certified attention takes no bias: got one; use another attention_fn for this layer")
         if dropout_rate > 0 and not deterministic:
             raise ValueError(f"certified attention has no dropout, got rate {dropout_rate}: pass deterministic=True")
         if module is not None:
@@ -190,7 +191,8 @@ def init_cache(module: nnx.Module, input_shape: tuple[int, ...], dtype: Any = jn
       dtype: of the keys and values in both caches; the one that the layer computes in.
 
     Raises:
-      ValueError: no layer has a `CertifiedAttention`, or two have the same; sizes as in `certjax.init_cache`.
+      ValueError: no layer has a `CertifiedAttention`, or two have the same one or the same random key; sizes as in
+        `certjax.init_cache`.
     """
     layers = [x for _, x in nnx.iter_modules(module) if isinstance(x, nnx.MultiHeadAttention)]
     certified = [x.attention_fn for x in layers if isinstance(x.attention_fn, CertifiedAttention)]
@@ -201,6 +203,11 @@ def init_cache(module: nnx.Module, input_shape: tuple[int, ...], dtype: Any = jn
         )
     if len({id(x) for x in certified}) < len(certified):
         raise ValueError("two layers share one CertifiedAttention: make one for every layer, since it holds its cache")
+    keys = [x.rngs.key[...] for x in certified]
+    if not any(isinstance(x, jax.core.Tracer) for x in keys):
+        data = [jax.random.key_data(x).tolist() for x in keys]
+        if any(x in data[:i] for i, x in enumerate(data)):
+            raise ValueError("two layers have the same random key: give them one nnx.Rngs, not one seed each")
     B, S = math.prod(input_shape[:-2]), input_shape[-2]
     for layer in layers:
         layer.init_cache(input_shape, dtype)
@@ -227,8 +234,9 @@ def _step(
 ) -> tuple[jax.Array, KVCache, Hint, Certificate]:
     """Attends query [B, 1, N, H] to the tokens of key and value [B, S, K, H] that mask [B, 1 or N, 1, S] allows."""
     count = mask.sum(-1, dtype=jnp.int32)[:, 0, 0]  # [B]
-    prefix = (mask == (jnp.arange(mask.shape[-1]) < count[:, None, None, None])).all((1, 2, 3)) & (count > 0)
-    seen = cache.length + ~cache.valid  # an invalid row has refused one more
+    allowed = jnp.arange(mask.shape[-1])[None] < count[:, None]
+    prefix = (mask == allowed[:, None, None]).all((1, 2, 3)) & (count > 0)
+    seen = jnp.where(cache.valid, cache.length, cache.length + 1)  # an invalid row has refused one more
     cache = _forget(cache, prefix & ((seen > count) | ~_same_tokens(cache, key, value)))
 
     def behind(cache):
