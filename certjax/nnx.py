@@ -42,18 +42,20 @@ class CertifiedAttention(nnx.Module):
     forward) goes to `nnx.dot_product_attention` with all its arguments, dropout included.
 
     In a decode step the layer passes its whole key and value buffers, and a mask that says how many tokens are true.
-    Only the newest token is copied to the certjax cache. If the cache does not hold the tokens before it (the layer was
-    reset, filled or rewound by other means; lengths, and the first, middle and last token of every row are compared),
-    the row is copied anew, in this step. A mask may end every row where it likes. Rows whose mask has gaps, differs
-    between heads or is empty are computed by `nnx.dot_product_attention` and are not certified: the output obeys the
-    mask, `certified` is False, `error_bound` inf.
+    Only the newest token is copied to the certjax cache. If that does not hold the tokens before it (the layer was
+    reset, filled, reordered or rewound by other means), the row is copied anew, in this step; it is noticed by the
+    number of tokens and by the first, middle and last of them, so call `init_cache` after changing only others.
+
+    A mask may end every row where it likes. Rows whose mask has gaps, differs between heads or is empty are computed by
+    `nnx.dot_product_attention` and are not certified: the output obeys the mask, `certified` is False, `error_bound`
+    inf.
 
     The key of a step is the next of an `nnx.RngStream`, with the number of tokens folded in: carry the whole state from
     step to step (`nnx.RngState` too), and use no copy of a layer beside it, or perturbations are used twice and nothing
     is promised over both uses. `is_causal` means nothing for one newest query and is ignored there.
 
     Memory: the layer keeps its plain buffers, so keys and values are held twice, plus the metadata of `KVCache`. Donate
-    the state, or each step copies both.
+    the state, or each step copies both; `nnx.scan` over layers copies them anyway.
 
     Args:
       config: what to promise; `Config()` if None. Numbers only: it is static.
