@@ -182,6 +182,9 @@ class CertifiedAttention(nnx.Module):
         return output.reshape(query.shape)
 
 
+certified_attention_fn = CertifiedAttention  # the same by the name of the argument that takes it
+
+
 def init_cache(module: nnx.Module, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
     """Makes empty caches for every `nnx.MultiHeadAttention` in a module: the layer's own and certjax's.
 
