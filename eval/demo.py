@@ -98,7 +98,7 @@ def run(
         f"δ = {delta_total} in all"
     )
 
-    start, kept = _prefill(model, ids, context, checkpoint, prefill_dir)
+    start, kept = prefilled(model, ids, context, checkpoint, prefill_dir)
     rng = jax.random.key(seed)
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else (" ⟶", "")
     print(f"… {tokenizer.decode(ids[-24:])}{bold}", end="", flush=True)
@@ -173,7 +173,7 @@ def stretched(config: LlamaConfig, positions: int) -> LlamaConfig:
     return dataclasses.replace(config, max_positions=positions, rope=rope)
 
 
-def _prefill(
+def prefilled(
     model: Llama, ids: list[int], capacity: int, checkpoint: str, prefill_dir: str | None
 ) -> tuple[Prefill, bool]:
     """What reading the tokens gives, and whether it was kept from before."""

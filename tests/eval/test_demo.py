@@ -1,56 +1,17 @@
 """`certjax demo`: the context and its scaling, prefills kept in files, the table."""
 
 import dataclasses
-import json
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from certjax.eval import demo, prefill_file
-from certjax.models import checkpoints
-from certjax.models.dummy import dummy_config, dummy_model, dummy_tensors
-from certjax.models.llama import RopeConfig, params_from_tensors
-
-TRAINED = 96
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A tiny model with a token for every byte, the first of them the begin-of-text token."""
-    config = dummy_config(vocab_size=256, num_layers=1, max_positions=TRAINED)
-    content = {
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-    }
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokens = {"bos_token_id": 0, "eos_token_id": [], "add_bos_token": True, "chat_template": None}
-    path = tmp_path_factory.mktemp("demo") / "model"
-    params = params_from_tensors(config, dummy_tensors(config))
-    checkpoints.save(path, params, content, json.loads(tokenizer.to_str()), tokens)
-    return str(path)
-
-
-@pytest.fixture
-def text(tmp_path):
-    """119 letters, 120 tokens."""
-    path = tmp_path / "text"
-    path.write_text("".join(chr(97 + i * i % 26) for i in range(119)))
-    return str(path)
+from certjax.models.dummy import dummy_config, dummy_model
+from certjax.models.llama import RopeConfig
+from tests.eval.conftest import TRAINED
 
 
 class TestContext:
@@ -96,7 +57,7 @@ def test_a_document_is_read_once(kept, tmp_path, monkeypatch):
 
     monkeypatch.setattr(demo, "prefill", prefill)
     (tmp_path / "manifest.json").write_text("{}")
-    get = lambda ids: demo._prefill(model, ids, 64, str(tmp_path), str(tmp_path / "kept" / "here"))
+    get = lambda ids: demo.prefilled(model, ids, 64, str(tmp_path), str(tmp_path / "kept" / "here"))
     first, from_file = get([1, 2])
     assert not from_file
     again, from_file = get([1, 2])

@@ -1,0 +1,47 @@
+"""A model that reads bytes, as files, and a text for it."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from certjax.models import checkpoints
+from certjax.models.dummy import dummy_config, dummy_tensors
+from certjax.models.llama import params_from_tensors
+
+TRAINED = 96  # positions of the model
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A tiny model with a token for every byte, the first of them the begin-of-text token."""
+    config = dummy_config(vocab_size=256, num_layers=1, max_positions=TRAINED)
+    content = {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+    }
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokens = {"bos_token_id": 0, "eos_token_id": [], "add_bos_token": True, "chat_template": None}
+    path = tmp_path_factory.mktemp("demo") / "model"
+    params = params_from_tensors(config, dummy_tensors(config))
+    checkpoints.save(path, params, content, json.loads(tokenizer.to_str()), tokens)
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """119 letters, 120 tokens."""
+    path = tmp_path / "text"
+    path.write_text("".join(chr(97 + i * i % 26) for i in range(119)))
+    return str(path)
