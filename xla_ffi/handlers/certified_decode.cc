@@ -6,6 +6,7 @@
 
 #include "handlers/certified_head.h"
 #include "handlers/crew.h"
+#include "handlers/guard.h"
 #include "handlers/handlers.h"
 #include "handlers/pages.h"
 #include "handlers/step.h"
@@ -147,7 +148,8 @@ ffi::Future CertifiedDecode(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
 }  // namespace
 }  // namespace certjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_certified_decode, certjax::CertifiedDecode,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_certified_decode,
+                              certjax::Guarded<certjax::CertifiedDecode>::Call,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()

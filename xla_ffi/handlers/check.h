@@ -70,10 +70,11 @@ inline Checker::Dims LeadOf(const xla::ffi::AnyBuffer& buffer, size_t rest) {
   return Checker::Dims(dims.begin(), dims.size() < rest ? 0 : dims.size() - rest);
 }
 
+// Modulo 2⁶⁴: the rows themselves wherever each has memory, and 0 where an axis is 0.
 inline int64_t Product(Checker::Dims dims) {
-  int64_t n = 1;
-  for (int64_t d : dims) n *= d;
-  return n;
+  uint64_t n = 1;
+  for (int64_t d : dims) n *= static_cast<uint64_t>(d);
+  return static_cast<int64_t>(n);
 }
 
 }  // namespace certjax

@@ -38,8 +38,9 @@ class Crew : public std::enable_shared_from_this<Crew<Job, Task>> {
     if (tasks_.empty()) return Done();
     xla::ffi::Future future(promise_);
     auto self = this->shared_from_this();
-    for (int64_t i = 0; i < helpers; ++i) {
-      pool.Schedule([self]() { self->Work(); });
+    try {
+      for (int64_t i = 0; i < helpers; ++i) pool.Schedule([self]() { self->Work(); });
+    } catch (const std::bad_alloc&) {  // fewer helpers, then
     }
     Work();
     return future;
@@ -83,8 +84,7 @@ class Crew : public std::enable_shared_from_this<Crew<Job, Task>> {
 
   void End() {
     if (job_.failed() || no_memory_.load(std::memory_order_relaxed)) {
-      promise_.SetError(
-          xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted, "no memory for a step"));
+      promise_.SetError(NoMemory());
     } else {
       promise_.SetAvailable();
     }

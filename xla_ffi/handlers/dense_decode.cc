@@ -3,10 +3,10 @@
 #include <atomic>
 #include <limits>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "handlers/check.h"
+#include "handlers/guard.h"
 #include "handlers/handlers.h"
 #include "handlers/parallel.h"
 
@@ -72,7 +72,7 @@ ffi::Future DenseDecode(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuff
   auto* o = static_cast<float*>(out->untyped_data());
   auto* lse = static_cast<float*>(log_normalizer->untyped_data());
   const auto* lengths = static_cast<const int32_t*>(length.untyped_data());
-  const auto* valids = static_cast<const bool*>(valid.untyped_data());
+  const auto* valids = static_cast<const uint8_t*>(valid.untyped_data());
   const auto keys_of = [&](int64_t b) {
     return span > 0 ? std::min<int64_t>(lengths[b], span) : lengths[b];
   };
@@ -87,12 +87,9 @@ ffi::Future DenseDecode(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuff
   auto job = std::make_shared<Job>();
   job->kernels = kernels;
   job->storage = storage;
-  job->acc.reset(new (std::nothrow) float[total * G * H]);
-  job->state.reset(new (std::nothrow) float[total * G * 2]);
-  job->pending.reset(new (std::nothrow) std::atomic<int64_t>[B * K]);
-  if (!job->acc || !job->state || !job->pending) {
-    return Failed(ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for partial results"));
-  }
+  job->acc.reset(new float[total * G * H]);
+  job->state.reset(new float[total * G * 2]);
+  job->pending.reset(new std::atomic<int64_t>[B * K]);
   job->chunks.reserve(total);
   job->merge_of.reserve(total);
 
@@ -137,7 +134,7 @@ ffi::Future DenseDecode(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuff
 }  // namespace
 }  // namespace certjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_dense_decode, certjax::DenseDecode,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_dense_decode, certjax::Guarded<certjax::DenseDecode>::Call,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()  // query

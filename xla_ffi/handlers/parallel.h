@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <new>
 #include <utility>
 
 #include "xla/ffi/api/ffi.h"
@@ -49,6 +50,11 @@ inline xla::ffi::Future Failed(xla::ffi::Error error) {
   return future;
 }
 
+// Short enough to need no memory itself.
+inline xla::ffi::Error NoMemory() {
+  return xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted, "no memory left");
+}
+
 // The size of the pool that the last handler saw; 0 if none ran yet, or where unknown.
 inline std::atomic<int64_t>& SeenThreads() {
   static std::atomic<int64_t> seen{0};
@@ -71,13 +77,18 @@ xla::ffi::Future ParallelFor(xla::ffi::ThreadPool& pool, int64_t tasks, bool sma
   xla::ffi::CountDownPromise done(tasks);
   xla::ffi::Future future(done);
   for (int64_t t = 0; t < tasks; ++t) {
-    pool.Schedule([fn, t, done]() mutable {
+    auto task = [fn, t, done]() mutable {
       {
         ScopedFloatState float_state;
         fn(t);
       }
       done.CountDown();
-    });
+    };
+    try {
+      pool.Schedule([task]() mutable { task(); });
+    } catch (const std::bad_alloc&) {  // tasks run already: this one must, too
+      task();
+    }
   }
   return future;
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "handlers/arena.h"
+#include "handlers/guard.h"
 #include "handlers/handlers.h"
 #include "handlers/parallel.h"
 #include "handlers/step.h"
@@ -84,7 +85,7 @@ ffi::Error Scan(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t window
     std::fill_n(reference, G, usable ? 0.0f : kNan);
     if (!usable || a.pool_begin == a.pool_end) continue;
     if (!ScanHead(a, *step.kernels, storage, upper, reference)) {
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for a scan");
+      return NoMemory();
     }
   }
   return ffi::Error::Success();
@@ -93,7 +94,7 @@ ffi::Error Scan(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t window
 }  // namespace
 }  // namespace certjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_scan, certjax::Scan,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(certjax_scan, certjax::Guarded<certjax::Scan>::Call,
                               xla::ffi::Ffi::Bind()
                                   .RemainingArgs()
                                   .RemainingRets()

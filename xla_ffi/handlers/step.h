@@ -27,6 +27,8 @@ struct Step {
     check.Require(window >= 0 && sinks >= 0 && span >= 0,
                   "window, sinks and span must be at least 0");
     if (!check.ok()) return;
+    this->window = std::min(window, cache.S);  // a length less the largest number would overflow
+    this->span = std::min(span, cache.S);
     const Checker::Dims query = call.in[kQuery].dimensions();
     check.Require(query.size() >= 4, "query must have at least 4 axes");
     if (!check.ok()) return;
@@ -44,7 +46,7 @@ struct Step {
   // queries.
   bool Usable(int64_t b) const {
     const int64_t heads = cache.K * G * cache.H;
-    return *call.operands.At<bool>(Field::kValid, b) && Length(b) >= 0 && Length(b) <= cache.S &&
+    return *call.operands.At<uint8_t>(Field::kValid, b) && Length(b) >= 0 && Length(b) <= cache.S &&
            kernels->all_finite[kFloat32](call.operands.At<float>(kQuery, b * heads), heads);
   }
 

@@ -22,7 +22,8 @@ inline float DecodeScale(int byte) {
   return FromBits(static_cast<uint32_t>(byte + kScaleBias) << 20);
 }
 
-inline float Clip(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+// `low` for NaN.
+inline float Clip(float x, float low, float high) { return x > low ? x < high ? x : high : low; }
 
 // Upper bound of √square for a sum of H squares, with the slack of norm_up in quantization.py.
 inline float NormUp(double square, int head_dim) {

@@ -131,7 +131,9 @@ class IntervalSums {
     const double low = base + tau * (SumOf16(down_sum_) - log_inverse) / down_;
     const double high = base + tau * (SumOf16(up_sum_) + log_inverse) / kUp;
     const double surely_low = exact + (s_.scan.low - heavy_.low);
-    const double surely_high = exact + (s_.scan.high - heavy_.high);
+    // Σ exp(s̃ + half-width) may be 10¹⁵ D, and what the heavy keys leave of it, rounding alone.
+    const double left = static_cast<double>(a_.capacity) * 0x1p-52 * s_.scan.high;
+    const double surely_high = exact + (s_.scan.high - heavy_.high) + left;
     return {low > surely_low ? low : surely_low, high < surely_high ? high : surely_high};
   }
 

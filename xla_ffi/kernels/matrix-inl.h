@@ -251,7 +251,8 @@ double MatrixShortfall(CertifiedHead& a, int g, const LevelFacts& level, const f
   double beta = goal * goal * scale / (kKappa * log_z);
   beta = beta > kTiny ? beta : kTiny;
   const int betas = value ? 1 : 4;  // ‖o‖ cannot be predicted: a grid of smoothings
-  const float twice_log = static_cast<float>(2 * (log_z + __builtin_log(static_cast<double>(betas))));
+  const float twice_log =
+      static_cast<float>(2 * (log_z + __builtin_log(static_cast<double>(betas))));
   const F32x16 distance = Mul(low, Set1(static_cast<float>(level.denominator)));
   const F32x16 square = Max(Mul(distance, distance), least);
   double best = __builtin_inf();
