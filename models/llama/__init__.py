@@ -1,7 +1,6 @@
 """Llama-family decoders: configuration, weights, prefill, generation."""
 
 from certjax.models.llama.config import LlamaConfig as LlamaConfig
-from certjax.models.llama.config import RopeConfig as RopeConfig
 from certjax.models.llama.generate import GenerateResult as GenerateResult
 from certjax.models.llama.generate import decode as decode
 from certjax.models.llama.generate import generate as generate
@@ -11,3 +10,4 @@ from certjax.models.llama.params import abstract_params as abstract_params
 from certjax.models.llama.params import load_model as load_model
 from certjax.models.llama.params import params_from_tensors as params_from_tensors
 from certjax.models.llama.prefill import prefill as prefill
+from certjax.models.llama.rope_config import RopeConfig as RopeConfig

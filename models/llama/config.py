@@ -1,9 +1,17 @@
 """What a Llama-family model is: sizes, rotary embedding, biases, norms, windows; read from config.json."""
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Self
+
+from certjax.models.llama.rope_config import (
+    ROPE_LISTS,
+    ROPE_PLACES,
+    RopeConfig,
+    is_positive_int,
+    is_positive_number,
+    read_rope,
+)
 
 # Fields of config.json that say nothing about inference, or that are read elsewhere (token ids: the tokenizer's).
 _INERT = (
@@ -35,7 +43,6 @@ _INTEGERS = (
 _SIZES = (*_INTEGERS, "rms_norm_eps")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _COMMON = (*_SIZES, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings")
-_ROPE_PLACES = ("rope_theta", "rope_scaling", "rope_parameters", "rope_interleaved", "partial_rotary_factor")
 _QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias"),
@@ -49,72 +56,6 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Rotary types: fields that a type must have, and fields that it may have.
-_ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"), ()),
-    "yarn": (("factor", "original_max_positions"), ("beta_fast", "beta_slow", "attention_factor")),
-}
-# What a file may say beside type and theta; one field has another name here.
-_ROPE_FIELDS = {"original_max_position_embeddings"} | {
-    name for required, optional in _ROPE_TYPES.values() for name in required + optional
-} - {"original_max_positions"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding of one model. A field that the chosen type does not use must be left out.
-
-    Attributes:
-      theta: base of the frequencies.
-      rope_type: "default", "linear", "llama3" or "yarn".
-      factor: by how much the context was stretched (linear, llama3, yarn).
-      original_max_positions: context length before stretching, tokens (llama3, yarn).
-      low_freq_factor: llama3; wavelengths above original_max_positions ÷ this are stretched in full.
-      high_freq_factor: llama3; wavelengths below original_max_positions ÷ this are left alone.
-      beta_fast: yarn; channels that turn more often than this over the original context are left alone (default 32).
-      beta_slow: yarn; channels that turn less often than this are stretched in full (default 1).
-      attention_factor: yarn; scale of cos and sin (default 0.1 ln factor + 1).
-      angles: "reference" rounds to float32 step by step, as the implementations do that models are published with;
-        "exact" is accurate to 1e-6 at any position (they differ by up to 4e-3 radians at position 10⁵).
-
-    Raises:
-      ValueError: unknown type or angles, a field missing, not positive and finite, or not used by the type.
-    """
-
-    theta: float = 10000.0
-    rope_type: str = "default"
-    factor: float | None = None
-    original_max_positions: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
-    angles: str = "reference"
-
-    def __post_init__(self):
-        if self.angles not in ("reference", "exact"):
-            raise ValueError(f'angles must be "reference" or "exact": got {self.angles!r}')
-        if self.rope_type not in _ROPE_TYPES:
-            raise ValueError(f"rope_type {self.rope_type!r} is not supported; expected one of {', '.join(_ROPE_TYPES)}")
-        required, optional = _ROPE_TYPES[self.rope_type]
-        problems = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("rope_type", "angles"):
-                continue
-            if field.name != "theta" and value is not None and field.name not in required + optional:
-                problems.append(f"{field.name} is not used by this type")
-            elif value is None and field.name in required:
-                problems.append(f"{field.name} is missing")
-            elif value is not None and not _is_positive_number(value):
-                problems.append(f"{field.name} must be a positive finite number, got {value!r}")
-        if not problems and self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:  # type: ignore[operator]
-            problems.append("high_freq_factor must exceed low_freq_factor")
-        if problems:
-            raise ValueError(f"rotary embedding of type {self.rope_type!r}: {'; '.join(problems)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,25 +105,55 @@ class LlamaConfig:
         problems = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int and not _is_positive_int(value):
+            if field.type is int and not is_positive_int(value):
                 problems.append(f"{field.name} must be a positive integer, got {value!r}")
             if field.type is bool and not isinstance(value, bool):
                 problems.append(f"{field.name} must be true or false, got {value!r}")
-        if not _is_positive_number(self.norm_eps):
+        if not is_positive_number(self.norm_eps):
             problems.append(f"norm_eps must be a positive finite number, got {self.norm_eps!r}")
         if not problems:
             if self.num_heads % self.num_kv_heads:
                 problems.append(
                     f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
                 )
+            if self.rope.rope_type == "dynamic" and self.head_dim < 4:
+                problems.append(f"a dynamic rotary embedding needs head_dim ≥ 4, got {self.head_dim}")
             if self.head_dim % 2:
                 problems.append(f"head_dim must be even (rotary embedding turns pairs), got {self.head_dim}")
             if len(self.windows) != self.num_layers:
                 problems.append(f"windows must have {self.num_layers} entries, one a layer, got {len(self.windows)}")
-            if any(w is not None and not _is_positive_int(w) for w in self.windows):
+            if self.rope.context not in (None, self.max_positions):
+                problems.append(f"rope.context is {self.rope.context}, expected max_positions = {self.max_positions}")
+            for name in ROPE_LISTS:
+                factors = getattr(self.rope, name)
+                if factors is not None and len(factors) != self.head_dim // 2:
+                    problems.append(
+                        f"rope.{name} must have head_dim / 2 = {self.head_dim // 2} entries: {len(factors)}"
+                    )
+            if any(w is not None and not is_positive_int(w) for w in self.windows):
                 problems.append(f"windows must be positive integers or None, got {self.windows}")
         if problems:
             raise ValueError(f"LlamaConfig: {'; '.join(problems)}")
+
+    def with_context(self, positions: int) -> Self:
+        """The same model for contexts of up to `positions` tokens, with the frequencies that those call for.
+
+        Args:
+          positions: prompt and generated tokens together. Beyond `max_positions` only where the rotary embedding says
+            how ("dynamic"); shorter ones matter to "dynamic" and "longrope" alone.
+
+        Raises:
+          ValueError: not a positive integer, or more than the model can have.
+        """
+        if not is_positive_int(positions):
+            raise ValueError(f"positions must be a positive integer, got {positions!r}")
+        if positions > self.max_positions and self.rope.rope_type != "dynamic":
+            raise ValueError(
+                f"a context of {positions} tokens exceeds the model's {self.max_positions}, and its rotary embedding "
+                f"({self.rope.rope_type}) does not say how to go beyond"
+            )
+        rope = self.rope if self.rope.context is None else dataclasses.replace(self.rope, context=positions)
+        return dataclasses.replace(self, max_positions=positions, rope=rope)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -201,7 +172,7 @@ class LlamaConfig:
           ValueError: unknown architecture; missing, unknown, unsupported or wrongly typed fields, all of them named.
         """
         family = _family(config)
-        allowed = {*_COMMON, *_ROPE_PLACES, *_FAMILIES[family], *_INERT}
+        allowed = {*_COMMON, *ROPE_PLACES, *_FAMILIES[family], *_INERT}
         unknown = sorted(set(config) - allowed)
         missing = [name for name in _SIZES if config.get(name) is None]
         # Defaults of other families are numbers of one particular checkpoint: better to ask than to guess.
@@ -249,7 +220,7 @@ class LlamaConfig:
             head_dim=head_dim,
             max_positions=config["max_position_embeddings"],
             norm_eps=config["rms_norm_eps"],
-            rope=_read_rope(config),
+            rope=read_rope(config),
             tied_embeddings=config.get("tie_word_embeddings") or False,
             qkv_bias=attention_bias or family == "qwen2",
             output_bias=attention_bias,
@@ -259,21 +230,14 @@ class LlamaConfig:
         )
 
 
-def _is_positive_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-
-
-def _is_positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 # Fields of config.json, the test that they must pass, and what that test asks for; null counts as absent.
 _JSON_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    ((*_INTEGERS, "num_key_value_heads", "head_dim"), _is_positive_int, "a positive integer"),
-    (("rms_norm_eps", "rope_theta"), _is_positive_number, "a positive finite number"),
+    ((*_INTEGERS, "num_key_value_heads", "head_dim"), is_positive_int, "a positive integer"),
+    (("rms_norm_eps", "rope_theta"), is_positive_number, "a positive finite number"),
     (_FLAGS, lambda x: isinstance(x, bool), "true or false"),
+    (("original_max_position_embeddings",), is_positive_int, "a positive integer"),
     (("rope_scaling", "rope_parameters"), lambda x: isinstance(x, Mapping), "an object"),
-    (("max_window_layers",), lambda x: x == 0 or _is_positive_int(x), "a non-negative integer"),
+    (("max_window_layers",), lambda x: x == 0 or is_positive_int(x), "a non-negative integer"),
     (("layer_types",), lambda x: isinstance(x, (list, tuple)), "a list"),
 )
 
@@ -294,43 +258,11 @@ def _family(config: Mapping[str, Any]) -> str:
     return family
 
 
-def _read_rope(config: Mapping[str, Any]) -> RopeConfig:
-    """`rope_theta` stands beside the scaling (older files) or inside `rope_parameters` (newer ones)."""
-    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
-    if scaling and parameters and dict(scaling) != dict(parameters):
-        raise ValueError("config.json: rope_scaling and rope_parameters contradict each other; keep one of them")
-    rope = {name: value for name, value in (parameters or scaling or {}).items() if value is not None}
-    kind, legacy = rope.pop("rope_type", None), rope.pop("type", None)
-    if kind and legacy and kind != legacy:
-        raise ValueError(
-            f"config.json: the rotary embedding has rope_type {kind!r} and type {legacy!r}; keep one of them"
-        )
-    kind = kind or legacy or "default"
-    inner, outer = rope.pop("rope_theta", None), config.get("rope_theta")
-    if inner is not None and outer is not None and inner != outer:
-        raise ValueError(f"config.json: rope_theta is {outer} at top level and {inner} in the rotary parameters")
-    theta = inner if inner is not None else outer
-    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-        raise ValueError(
-            f"config.json: rotary type {kind!r} is not supported; expected one of {', '.join(_ROPE_TYPES)}"
-        )
-    if kind == "default":  # a file may keep the numbers of a scaling that it does not use
-        rope = {name: value for name, value in rope.items() if (name, value) != ("factor", 1.0)}
-    unknown = sorted(set(rope) - _ROPE_FIELDS)
-    if unknown:
-        raise ValueError(f"config.json: rotary fields that certjax does not know: {', '.join(unknown)}")
-    if "original_max_position_embeddings" in rope:
-        rope["original_max_positions"] = rope.pop("original_max_position_embeddings")
-    elif kind == "yarn":
-        rope["original_max_positions"] = config["max_position_embeddings"]
-    return RopeConfig(theta=10000.0 if theta is None else theta, rope_type=kind, **rope)
-
-
 def _read_windows(config: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
         window = None
-    if window is not None and not _is_positive_int(window):
+    if window is not None and not is_positive_int(window):
         raise ValueError(f"config.json: sliding_window must be a positive integer or null, got {window!r}")
     types = config.get("layer_types")
     if types is None:

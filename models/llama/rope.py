@@ -12,22 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from certjax.models.llama.config import RopeConfig
+from certjax.models.llama.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Radians per token of each rotated pair of channels, float64 [H / 2].
 
-    default: f_j = theta^(−2j/H). linear: f_j / factor. llama3: by wavelength λ = 2π/f, long ones are divided by the
-    factor, short ones kept, between them the two are blended linearly in original_max_positions / λ. yarn: the same
-    idea with the blend linear in the channel index, between the channels that turn beta_fast and beta_slow times over
-    the original context.
+    default: f_j = theta^(−2j/H). linear: f_j / factor. dynamic: default with a base that grows with the context, see
+    `_base`. llama3: by wavelength λ = 2π/f, long ones are divided by the factor, short ones kept, between them the two
+    are blended linearly in original_max_positions / λ. yarn: the same idea with the blend linear in the channel index,
+    between the channels that turn beta_fast and beta_slow times over the original context. longrope: f_j divided by
+    short_factor[j], or by long_factor[j] for contexts beyond the original one.
 
-    Source: RoFormer (arXiv 2104.09864); Llama 3.1 model card; YaRN (arXiv 2309.00071), section 3.2.
+    Source: RoFormer (arXiv 2104.09864); Llama 3.1 model card; YaRN (arXiv 2309.00071), for dynamic too; LongRoPE
+    (arXiv 2402.13753).
     """
-    frequency = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.rope_type == "default":
+    frequency = _base(rope, head_dim) ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.rope_type in ("default", "dynamic"):
         return frequency
+    if rope.rope_type == "longrope":
+        return frequency / np.asarray(_factors(rope))
     stretched = frequency / rope.factor
     if rope.rope_type == "linear":
         return stretched
@@ -39,6 +43,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         keep = 1 - (np.arange(head_dim // 2) - low) / max(high - low, 1e-3)
     keep = np.clip(keep, 0, 1)
     return keep * frequency + (1 - keep) * stretched
+
+
+def _base(rope: RopeConfig, head_dim: int) -> float:
+    """theta; dynamic: theta (factor · context / original − factor + 1)^(H / (H − 2)) beyond the original context."""
+    if rope.rope_type != "dynamic" or rope.context <= rope.original_max_positions:
+        return float(rope.theta)
+    growth = rope.factor * rope.context / rope.original_max_positions - (rope.factor - 1)
+    return rope.theta * growth ** (head_dim / (head_dim - 2))
+
+
+def _factors(rope: RopeConfig) -> tuple[float, ...]:
+    return rope.long_factor if rope.context > rope.original_max_positions else rope.short_factor  # type: ignore
 
 
 def _yarn_band(rope: RopeConfig, head_dim: int) -> tuple[int, int]:
@@ -54,18 +70,22 @@ def _yarn_channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Scale of cos and sin: 0.1 ln(factor) + 1 for yarn unless given, 1 for the other types."""
-    if rope.rope_type != "yarn":
-        return 1.0
+    """Scale of cos and sin: what the configuration says or, for yarn and longrope, implies; 1 for the other types."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    if rope.rope_type not in ("yarn", "longrope") or rope.factor <= 1:
+        return 1.0
+    if rope.rope_type == "yarn":
+        return 0.1 * math.log(rope.factor) + 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
 def reference_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """`inverse_frequencies` as the reference implementation rounds them: every step in float32, [H / 2]."""
     f32 = np.float32
-    power = (np.float64(rope.theta) ** (np.arange(0, head_dim, 2).astype(f32) / f32(head_dim))).astype(f32)
+    power = (np.float64(_base(rope, head_dim)) ** (np.arange(0, head_dim, 2).astype(f32) / f32(head_dim))).astype(f32)
+    if rope.rope_type == "longrope":
+        power = np.asarray(_factors(rope), f32) * power
     frequency = f32(1) / power
     if rope.rope_type == "linear":
         frequency = frequency / f32(rope.factor)

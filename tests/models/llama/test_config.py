@@ -92,8 +92,9 @@ class FromHfTest(parameterized.TestCase):
         ({"vocab_size": None, "rms_norm_eps": None}, "missing fields: vocab_size, rms_norm_eps"),
         ({"model_type": "qwen2", "architectures": None, "num_key_value_heads": None}, "missing.*num_key_value_heads"),
         ({"hidden_size": 66}, "not a multiple of num_attention_heads"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; expected one of default"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "'ntk' is not supported; expected one of default"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is missing"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "context": 9}}, "does not know: context"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "does not know: mscale"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, "keep one of them"),
@@ -134,6 +135,46 @@ class FromHfTest(parameterized.TestCase):
         with pytest.raises(ValueError, match=message):
             of("qwen3", **fields)
 
+    def test_embeddings_that_depend_on_the_context(self):
+        """Files say them in several ways; what a context may be is declared before anything is rotated."""
+        config = of("llama", max_position_embeddings=4096, rope_scaling={"type": "dynamic", "factor": 2.0})
+        assert config.rope == RopeConfig(
+            rope_type="dynamic", factor=2.0, original_max_positions=4096, context=4096, theta=config.rope.theta
+        )
+        longer = config.with_context(16384)
+        assert (longer.max_positions, longer.rope.context, longer.rope.original_max_positions) == (16384, 16384, 4096)
+        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        fields = {"max_position_embeddings": 131072, "head_dim": 16}
+        inside = of(
+            "llama",
+            **fields,
+            rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4096} | factors,
+        )
+        outside = of("llama", **fields, original_max_position_embeddings=4096, rope_scaling={"type": "su"} | factors)
+        assert inside == outside
+        assert (inside.rope.factor, inside.rope.context) == (32.0, 131072)
+        assert inside.with_context(4096).rope.context == 4096
+        with pytest.raises(ValueError, match="4096 at top level and 8192 inside"):
+            of(
+                "llama",
+                **fields,
+                original_max_position_embeddings=4096,
+                rope_scaling={"type": "su", "original_max_position_embeddings": 8192} | factors,
+            )
+        with pytest.raises(ValueError, match=r"rope.long_factor must have head_dim / 2 = 16 entries: 8"):
+            of(
+                "llama",
+                **fields | {"head_dim": 32},
+                original_max_position_embeddings=4096,
+                rope_scaling={"type": "su"} | factors | {"short_factor": [1.0] * 16},
+            )
+        with pytest.raises(ValueError, match="exceeds the model's 131072"):
+            inside.with_context(131073)
+        with pytest.raises(ValueError, match="must be a positive integer, got 0"):
+            inside.with_context(0)
+        with pytest.raises(ValueError, match=r"rope.context is 5, expected max_positions = 4096"):
+            dataclasses.replace(config, rope=dataclasses.replace(config.rope, context=5))
+
     def test_null_is_absent(self):
         names = ("tie_word_embeddings", "attention_bias", "mlp_bias", "rope_scaling", "rope_theta", "head_dim")
         assert of("llama", **dict.fromkeys(names)) == of("llama")
@@ -167,6 +208,12 @@ class ConstructionTest(parameterized.TestCase):
         ({"factor": 2.0}, "factor is not used by this type"),
         ({"rope_type": "linear", "factor": 0.0}, "factor must be a positive finite number"),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_positions is missing"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_positions": 9, "theta": 1.0}, "theta must exceed 1"),
+        (
+            {"rope_type": "longrope", "factor": 2.0, "original_max_positions": 9, "context": 9, "short_factor": (1.0,)}
+            | {"long_factor": (0.0,)},
+            "long_factor must be a tuple of positive finite numbers",
+        ),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1.0}, "beta_fast is not used"),
     )
     def test_rope(self, fields, message):

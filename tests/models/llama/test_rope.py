@@ -21,6 +21,15 @@ ROPES = {
     "linear": RopeConfig(theta=1e4, rope_type="linear", factor=4.0),
     "llama3": LLAMA31,
     "yarn": YARN,
+    "dynamic": RopeConfig(rope_type="dynamic", factor=2.0, original_max_positions=4096, context=16384),
+    "longrope": RopeConfig(
+        rope_type="longrope",
+        factor=32.0,
+        original_max_positions=4096,
+        context=131072,
+        short_factor=tuple(1 + j / 100 for j in range(64)),
+        long_factor=tuple(1.0 + j for j in range(64)),
+    ),
 }
 
 
@@ -55,6 +64,24 @@ class FrequencyTest(parameterized.TestCase):
         assert (np.diff(plain / scaled) >= -1e-12).all()
         assert abs(attention_factor(YARN) - (0.1 * math.log(4) + 1)) < 1e-12
         assert attention_factor(LLAMA31) == 1.0
+
+    def test_dynamic_has_the_base_of_the_whole_context(self):
+        plain, rope = inverse_frequencies(RopeConfig(), 64), ROPES["dynamic"]
+        for context in (100, 4096):
+            short = dataclasses.replace(rope, context=context)
+            np.testing.assert_array_equal(inverse_frequencies(short, 64), plain)
+        # 2 · 16384 / 4096 − 1 = 7: the fastest pair stays, the slowest turns 7 times slower.
+        ratio = plain / inverse_frequencies(rope, 64)
+        np.testing.assert_allclose(ratio, 7 ** (np.arange(0, 64, 2) / 62), rtol=1e-12)
+
+    def test_longrope_chooses_by_the_whole_context(self):
+        plain, rope = inverse_frequencies(RopeConfig(), 128), ROPES["longrope"]
+        np.testing.assert_allclose(plain / inverse_frequencies(rope, 128), rope.long_factor, rtol=1e-12)
+        short = dataclasses.replace(rope, context=4096)
+        np.testing.assert_allclose(plain / inverse_frequencies(short, 128), rope.short_factor, rtol=1e-12)
+        assert abs(attention_factor(rope) - math.sqrt(1 + 5 / 12)) < 1e-12  # 32 = 2⁵, 4096 = 2¹²
+        assert attention_factor(dataclasses.replace(rope, attention_factor=1.25)) == 1.25
+        assert attention_factor(dataclasses.replace(rope, factor=1.0)) == 1.0
 
 
 class TablesTest(parameterized.TestCase):
