@@ -10,4 +10,5 @@ from certjax.models.llama.params import abstract_params as abstract_params
 from certjax.models.llama.params import load_model as load_model
 from certjax.models.llama.params import params_from_tensors as params_from_tensors
 from certjax.models.llama.prefill import prefill as prefill
+from certjax.models.llama.prefill import unpadded as unpadded
 from certjax.models.llama.rope_config import RopeConfig as RopeConfig

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,7 @@ class _Options:
     sample_rng: jax.Array
     end_ids: jax.Array
     temperature: jax.Array | None
+    top_k: jax.Array | None
     top_p: jax.Array | None
     config: "certjax.Config"
 
@@ -73,8 +74,10 @@ def generate(
     rng: jax.Array,
     end_ids: Iterable[int] = (),
     temperature: float = 0.0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     certified_config: "certjax.Config | None" = None,
+    delta_scope: Literal["call", "generation"] = "call",
     cache_dtype: Any = jnp.float32,
     chunk: int = 512,
     progress: Callable[[int, int], None] | None = None,
@@ -89,9 +92,12 @@ def generate(
       rng: key of everything random, the attention's perturbations included.
       end_ids: tokens that end a row; may be several.
       temperature: 0 for the most likely token each time.
-      top_p: see `sample`.
-      certified_config: replaces the model's; ε and δ may vary without compiling again. δ is that of a single attention
-        call: `certjax.ledger` divides a total over heads, layers and steps.
+      top_k: draw from that many most likely tokens; None for all.
+      top_p: draw from the smallest set of most likely tokens of that probability; 1 for all.
+      certified_config: replaces the model's; ε and δ may vary without compiling again.
+      delta_scope: what its δ is for: "call", a single attention output (one query head of one layer, row and step), or
+        "generation", all of them together: a call gets δ / (N · L · B · (max_new_tokens − 1)). The first token comes
+        from the prefill, which is exact.
       cache_dtype: float32, bfloat16 or float16.
       chunk: see `prefill`.
       progress: see `prefill`.
@@ -105,7 +111,9 @@ def generate(
         or an option out of range.
     """
     _, lengths = pack_prompts(prompts, model.config.vocab_size)
-    options = _options(model, max_new_tokens, rng, end_ids, temperature, top_p, certified_config)
+    options = _options(
+        model, len(prompts), max_new_tokens, rng, end_ids, temperature, top_k, top_p, certified_config, delta_scope
+    )
     longest = int(lengths.max())
     if longest + max_new_tokens > model.config.max_positions:
         raise ValueError(
@@ -126,8 +134,10 @@ def decode(
     rng: jax.Array,
     end_ids: Iterable[int] = (),
     temperature: float = 0.0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     certified_config: "certjax.Config | None" = None,
+    delta_scope: Literal["call", "generation"] = "call",
     stream: Stream | None = None,
 ) -> tuple[GenerateResult, Caches]:
     """Generates after a prefill. Arguments that are not listed are those of `generate`.
@@ -144,8 +154,10 @@ def decode(
       rng: key.
       end_ids: as for `generate`.
       temperature: as for `generate`.
+      top_k: as for `generate`.
       top_p: as for `generate`.
       certified_config: as for `generate`.
+      delta_scope: as for `generate`.
       stream: called after every token with its index and the int32 tokens [B] (−1 for rows that have ended). An
         exception that it raises ends the generation and reaches the caller.
 
@@ -155,8 +167,11 @@ def decode(
     Raises:
       ValueError: not enough room in caches or model, or an option out of range.
     """
-    options = _options(model, max_new_tokens, rng, end_ids, temperature, top_p, certified_config)
-    check_room(model, caches, np.full(logits.shape[0], max_new_tokens - 1), what="the new ones")
+    batch = logits.shape[0]
+    options = _options(
+        model, batch, max_new_tokens, rng, end_ids, temperature, top_k, top_p, certified_config, delta_scope
+    )
+    check_room(model, caches, np.full(batch, max_new_tokens - 1), what="the new ones")
     return _decode(model, logits, caches, options, max_new_tokens, stream)
 
 
@@ -177,7 +192,9 @@ def _decode(model, logits, caches, options, max_new_tokens, stream) -> tuple[Gen
     return GenerateResult(tokens=state.tokens, lengths=state.count, statistics=state.statistics), state.caches
 
 
-def _options(model, max_new_tokens, rng, end_ids, temperature, top_p, certified_config) -> _Options:
+def _options(
+    model, batch, max_new_tokens, rng, end_ids, temperature, top_k, top_p, certified_config, delta_scope
+) -> _Options:
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
     ends = np.asarray(sorted(end_ids), np.int32)
@@ -186,16 +203,25 @@ def _options(model, max_new_tokens, rng, end_ids, temperature, top_p, certified_
         raise ValueError(f"end_ids {ends.tolist()} must lie in the vocabulary 0 … {vocab - 1}")
     if not (np.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature!r}")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p!r}")
+    if delta_scope not in ("call", "generation"):
+        raise ValueError(f'delta_scope must be "call" or "generation", got {delta_scope!r}')
+    config = model.certified_config if certified_config is None else certified_config
+    if delta_scope == "generation":
+        calls = model.config.num_heads * model.config.num_layers * batch * max(max_new_tokens - 1, 1)
+        config = dataclasses.replace(config, delta=config.delta / calls)
     attention_rng, sample_rng = jax.random.split(rng)
     return _Options(
         attention_rng=attention_rng,
         sample_rng=sample_rng,
         end_ids=jnp.asarray(ends),
         temperature=jnp.float32(temperature) if temperature else None,
+        top_k=jnp.int32(min(top_k, vocab)) if temperature and top_k is not None else None,
         top_p=jnp.float32(top_p) if temperature and top_p < 1 else None,
-        config=model.certified_config if certified_config is None else certified_config,
+        config=config,
     )
 
 
@@ -256,7 +282,7 @@ def _run(structure, weights, state: _State, options: _Options, limit: jax.Array)
 def _choose(state: _State, logits: jax.Array, options: _Options) -> _State:
     """Adds a token to every row that has not ended."""
     rng = jax.random.fold_in(options.sample_rng, state.step)
-    token = sample(logits, rng, temperature=options.temperature, top_p=options.top_p)
+    token = sample(logits, rng, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     token = jnp.where(state.done, NO_TOKEN, token)
     return dataclasses.replace(
         state,

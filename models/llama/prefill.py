@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 import certjax
 from certjax.models.llama.modeling import Caches, Llama
@@ -86,6 +87,33 @@ def pack_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.
             raise ValueError(f"prompts[{b}] has token id {bad}, outside the vocabulary 0 … {vocab_size - 1}")
         ids[b, : row.size] = row
     return ids, lengths
+
+
+def unpadded(ids: ArrayLike, mask: ArrayLike) -> list[list[int]]:
+    """Prompts for `generate` from a padded batch: no position and no key is spent on padding.
+
+    Args:
+      ids: integers [B, T], padded on the left or on the right.
+      mask: [B, T], 1 or True for the tokens of a prompt.
+
+    Raises:
+      ValueError: shapes that differ, a mask of other numbers, a row whose tokens are not next to each other or that
+        has none.
+    """
+    ids, mask = np.asarray(ids), np.asarray(mask)
+    if ids.ndim != 2 or ids.shape != mask.shape:
+        raise ValueError(f"ids and mask must be [B, T] alike: got {ids.shape} and {mask.shape}")
+    if not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"mask must hold 0 and 1 only, got {np.unique(mask)[:4].tolist()}")
+    prompts = []
+    for b, (row, kept) in enumerate(zip(ids, mask.astype(bool), strict=True)):
+        places = np.flatnonzero(kept)
+        if not places.size:
+            raise ValueError(f"mask[{b}] is empty: give at least one token, such as the begin-of-text token")
+        if places[-1] - places[0] + 1 != places.size:
+            raise ValueError(f"mask[{b}] has a gap: the tokens of a prompt must be next to each other")
+        prompts.append(row[kept].tolist())
+    return prompts
 
 
 def check_room(model: Llama, caches: Caches, more: np.ndarray, *, what: str) -> None:

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 import certjax
 from certjax.models.dummy import dummy_config, dummy_model
-from certjax.models.llama import decode, generate, modeling, prefill
+from certjax.models.llama import decode, generate, modeling, prefill, unpadded
 from certjax.models.llama.generate import _begin, _options, _run
 from certjax.models.llama.prefill import check_room
 
@@ -74,6 +74,20 @@ class GenerateTest(parameterized.TestCase):
         for b, prompt in enumerate(PROMPTS):
             assert result.tokens[b].tolist() == greedy(model, prompt, 6)
         np.testing.assert_array_equal(result.lengths, [6, 6, 6])
+
+    def test_padded_prompts_are_the_prompts(self):
+        """Wherever the padding stands, and whatever token it is."""
+        left = unpadded([[9, 9, 9, 5], [1, 2, 3, 4]], [[0, 0, 0, 1], [1, 1, 1, 1]])
+        right = unpadded(np.array([[5, 9, 9, 9], [1, 2, 3, 4]]), np.array([[1, 0, 0, 0], [1, 1, 1, 1]], bool))
+        assert left == right == [[5], [1, 2, 3, 4]]
+        for ids, mask, message in (
+            ([[1, 2, 3]], [[1, 0, 1]], r"mask\[0\] has a gap"),
+            ([[1, 2]], [[0, 0]], r"mask\[0\] is empty"),
+            ([[1, 2]], [[1]], r"ids and mask must be \[B, T\] alike: got \(1, 2\) and \(1, 1\)"),
+            ([[1, 2]], [[1, 2]], "mask must hold 0 and 1 only"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                unpadded(ids, mask)
 
     def test_rows_end_at_any_end_token(self):
         model = dense_model()
@@ -166,6 +180,18 @@ class CertifiedTest(parameterized.TestCase):
         np.testing.assert_array_equal(extra["span"][0, :, 0, 0], [5, 0])
         np.testing.assert_array_equal(extra["level"][:, 1, 1, 2], [0, 1, 2])  # the hint travels from step to step
 
+    @parameterized.parameters(("call", 0.3), ("generation", 0.3 / (2 * 2 * 4 * 3)))  # layers, rows, heads, steps
+    def test_delta_is_for_a_call_or_for_everything(self, scope, expected):
+        def report(query, cache, *, rng, hint, config):
+            result = certjax.dense_decode_attention(query, cache, config=config)
+            shape = result.certificate.exact.shape
+            return result, {"delta": jnp.broadcast_to(jnp.asarray(config.delta, jnp.float32), shape)}
+
+        model = dummy_model(dummy_config(), attention=report)
+        options = {"certified_config": certjax.Config(delta=0.3), "delta_scope": scope}
+        result = generate(model, [[1, 2, 3], [4]], max_new_tokens=4, rng=KEY, **options)
+        np.testing.assert_allclose(result.statistics["delta"], np.full((3, 2, 2, 4), expected), rtol=1e-6)
+
     def test_compiles_once(self):
         chex.clear_trace_counter()
 
@@ -194,7 +220,7 @@ class CertifiedTest(parameterized.TestCase):
 
         config = dummy_config(hidden_size=64, tied_embeddings=True, vocab_size=1024)
         model = dummy_model(config, attention=newest)
-        options = _options(model, 4, KEY, (), 0.0, 1.0, None)
+        options = _options(model, 1, 4, KEY, (), 0.0, None, 1.0, None, "call")
         weights, structure = jax.tree.flatten(model)
         caches, logits = model.init_caches(1, 8192), jnp.zeros((1, 1024))
         begin = functools.partial(_begin, structure, weights, max_new_tokens=4)
@@ -214,6 +240,9 @@ class ErrorsTest(parameterized.TestCase):
         ({"end_ids": [3, 99]}, "end_ids .* must lie in the vocabulary 0 … 63"),
         ({"temperature": -1.0}, "temperature must be 0 .greedy. or positive, got -1.0"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 0}, "top_k must be a positive integer or None, got 0"),
+        ({"top_k": 2.0}, "top_k must be a positive integer or None, got 2.0"),
+        ({"delta_scope": "step"}, 'delta_scope must be "call" or "generation", got .step.'),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
     )
     def test_refuses(self, options, message):

@@ -9,10 +9,13 @@ from certjax.models.llama.sampling import sample
 LOGITS = jnp.log(jnp.array([[0.05, 0.5, 0.3, 0.15]], jnp.float32))
 
 
-def frequencies(temperature, top_p, draws=4000):
+def frequencies(temperature, top_p, draws=4000, top_k=None):
+    top_k = None if top_k is None else jnp.int32(top_k)
     keys = jax.random.split(jax.random.key(0), draws)
     top_p = None if top_p is None else jnp.float32(top_p)
-    tokens = jax.vmap(lambda key: sample(LOGITS, key, temperature=jnp.float32(temperature), top_p=top_p))(keys)
+    tokens = jax.vmap(lambda key: sample(LOGITS, key, temperature=jnp.float32(temperature), top_k=top_k, top_p=top_p))(
+        keys
+    )
     return np.bincount(np.asarray(tokens)[:, 0], minlength=4) / draws
 
 
@@ -37,6 +40,20 @@ def test_top_p_keeps_the_smallest_sufficient_set():
     ):
         drawn = frequencies(1.0, top_p)
         assert np.flatnonzero(drawn).tolist() == sorted(kept), top_p
+
+
+def test_top_k_keeps_the_most_likely_and_top_p_looks_at_what_is_left():
+    for top_k, top_p, kept in (
+        (1, None, [1]),
+        (2, None, [1, 2]),
+        (3, None, [1, 2, 3]),
+        (9, None, [0, 1, 2, 3]),
+        (2, 0.62, [1]),  # 0.5 of the 0.8 that are left is 0.625
+        (2, 0.63, [1, 2]),
+    ):
+        drawn = frequencies(1.0, top_p, top_k=top_k)
+        assert np.flatnonzero(drawn).tolist() == sorted(kept), (top_k, top_p)
+    np.testing.assert_allclose(frequencies(1.0, None, top_k=2)[[1, 2]], [0.625, 0.375], atol=0.03)
 
 
 @given(st.integers(0, 2**31 - 1), st.floats(0.05, 1.0), st.floats(0.2, 5.0))
