@@ -51,6 +51,20 @@ struct DenseMerge {
   float* log_normalizer;  // [G]
 };
 
+// Outputs begin … end − 1 of a product of R rows with a matrix: out[r, o] = Σ_i x[r, i] w[i, o].
+//
+// weight is [inputs, outputs], or [outputs, inputs] where transposed. f32 sums in a fixed order
+// that depends on nothing but the layout: of 8 inputs, added up in order, or of 16 lanes over the
+// inputs, folded at the end. |error| ≤ (n / 8 + 8) 2⁻²⁴ Σ |x w| to first order, n = inputs.
+struct ProjectTask {
+  const float* x;  // [R, inputs]
+  const void* weight;
+  int64_t rows, inputs, outputs;
+  bool transposed;
+  int64_t begin, end;
+  float* out;  // [R, outputs]
+};
+
 // One kv head of one row of the cache and the token to append at `position` < capacity. All norms
 // are upper bounds, whatever the magnitudes: squares are summed in double. The field meanings and
 // the coding rule are those of certjax/types.py and certjax/quantization.py.
@@ -246,6 +260,7 @@ struct Kernels {
   void (*plan[kStorages])(CertifiedHead&, const float* start_level);
   void (*read[kStorages])(CertifiedHead&, int64_t chunk);
   void (*evaluate[kStorages])(CertifiedHead&, int head);
+  void (*project[kStorages])(const ProjectTask&);
 };
 
 extern const Kernels kScalarKernels;
