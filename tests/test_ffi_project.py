@@ -44,7 +44,7 @@ class ProductTest(parameterized.TestCase):
             x, (w,) = draw(inputs, rows, inputs, outputs, dtype=dtype, transposed=transposed)
             (got,) = _ffi.project(x, [w], transposed=transposed)
             x64, w64 = np.asarray(x, np.float64), wide(w, transposed)
-            bound = (inputs / 8 + 8) * 2**-24 * (np.abs(x64) @ np.abs(w64))
+            bound = (inputs / 16 + 41) * 2**-24 * (np.abs(x64) @ np.abs(w64))
             self.assertEqual(got.shape, (rows, outputs))
             assert (np.abs(got - x64 @ w64) <= bound).all()
 

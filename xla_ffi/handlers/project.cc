@@ -1,8 +1,10 @@
 // certjax_project: products of a few rows with one or more matrices of weights.
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <vector>
 
+#include "handlers/arena.h"
 #include "handlers/check.h"
 #include "handlers/crew.h"
 #include "handlers/handlers.h"
@@ -15,21 +17,44 @@ namespace ffi = xla::ffi;
 // Below this many bytes of weights (some 20 µs) the pool costs more than it gives.
 constexpr int64_t kSmall = 1 << 18;
 
-// Outputs of a task: two tasks a thread for balance, but long runs (kernels/project-inl.h), and
-// sums that stay in the cache.
-constexpr int64_t kFewest = 256, kMost = 8192;
+// Outputs of a task: as many as possible (kernels/project-inl.h), but two tasks a thread for
+// balance, and sums that stay in the second-level cache. Rows of a transposed matrix follow each
+// other anyway.
+constexpr int64_t kFewest = 1024, kFewestTransposed = 64, kMost = 16384;
+
+struct Matrix {
+  const void* weight;
+  float* out;
+  int64_t outputs;
+  int storage;
+};
 
 struct Part {
   ProjectTask task;
   int storage;
+  int64_t merge;  // −1 where the task gives the result itself
+};
+
+struct Merge {
+  ProjectMerge merge;
+  std::atomic<int64_t> pending;  // slabs that are not done
 };
 
 struct Job {
   const Kernels* kernels;
+  std::unique_ptr<Merge[]> merges;
+  std::unique_ptr<Arena> sums;
 
-  void Run(const Part& part, std::vector<Part>*) { kernels->project[part.storage](part.task); }
+  void Run(const Part& part, std::vector<Part>*) {
+    kernels->project[part.storage](part.task);
+    if (part.merge < 0) return;
+    Merge& m = merges[part.merge];
+    if (m.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels->project_merge(m.merge);
+  }
   bool failed() const { return false; }
 };
+
+int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // kStorages for dtypes that are none of weights.
 int StorageOf(ffi::DataType type) {
@@ -49,11 +74,12 @@ ffi::Future Project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs w
   check.Require(weights.size() == results.size(), "every weight has one result");
   if (!check.ok()) return Failed(check.error());
   const int64_t R = x.dimensions()[0], I = x.dimensions()[1];
+  const auto* x_data = static_cast<const float*>(x.untyped_data());
   const int64_t threads = pool.num_threads();
   SeenThreads().store(threads, std::memory_order_relaxed);
 
-  std::vector<Part> parts;
-  int64_t bytes = 0;
+  std::vector<Matrix> matrices;
+  int64_t bytes = 0, outputs = 0;
   for (size_t k = 0; k < weights.size(); ++k) {
     const auto weight = weights.get<ffi::AnyBuffer>(k);
     if (!weight) return Failed(weight.error());
@@ -68,19 +94,53 @@ ffi::Future Project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs w
     check.Require(dims[transposed ? 1 : 0] == I, "x and a weight differ in the number of inputs");
     check.Buffer("a result", **out, ffi::DataType::F32, {}, {R, O});
     if (!check.ok()) return Failed(check.error());
-    const int64_t even = (O / (2 * std::max<int64_t>(threads, 1)) + 63) / 64 * 64;
-    const int64_t width = std::clamp(even, kFewest, kMost);
-    for (int64_t begin = 0; R > 0 && begin < O; begin += width) {
-      parts.push_back({{static_cast<const float*>(x.untyped_data()), weight->untyped_data(), R, I,
-                        O, transposed, begin, std::min(begin + width, O),
-                        static_cast<float*>((*out)->untyped_data())},
-                       storage});
-    }
+    if (R * O == 0) continue;
+    matrices.push_back(
+        {weight->untyped_data(), static_cast<float*>((*out)->untyped_data()), O, storage});
     bytes += static_cast<int64_t>(weight->size_bytes());
+    outputs += O;
+  }
+  const int64_t slabs = transposed ? 1 : std::max<int64_t>(Ceil(I, kSlab), 1);
+  const int64_t whole = std::max<int64_t>(slabs * static_cast<int64_t>(matrices.size()), 1);
+  const int64_t tiles = Ceil(2 * std::max<int64_t>(threads, 1), whole);
+  const auto width = [&](const Matrix& m) {
+    const int64_t even = Ceil(Ceil(m.outputs, tiles), 64) * 64;
+    return std::clamp(even, transposed ? kFewestTransposed : kFewest, kMost);
+  };
+
+  Job job = {kernels, nullptr, std::make_unique<Arena>()};
+  float* sums = nullptr;
+  if (!transposed) {
+    int64_t merges = 0;
+    for (const Matrix& m : matrices) merges += Ceil(m.outputs, width(m));
+    job.merges = std::make_unique<Merge[]>(merges);
+    if (!job.sums->Reserve(slabs * R * outputs * sizeof(float))) {
+      return Failed(ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for sums"));
+    }
+    sums = reinterpret_cast<float*>(job.sums->data());
+  }
+  std::vector<Part> parts;
+  int64_t merge = -1;
+  for (const Matrix& m : matrices) {
+    for (int64_t begin = 0; begin < m.outputs; begin += width(m)) {
+      const int64_t end = std::min(begin + width(m), m.outputs);
+      if (!transposed) {
+        job.merges[++merge].merge = {sums, slabs, R, m.outputs, begin, end, m.out};
+        job.merges[merge].pending.store(slabs, std::memory_order_relaxed);
+      }
+      for (int64_t s = 0; s < slabs; ++s) {
+        float* out = transposed ? m.out : sums + s * R * m.outputs;
+        parts.push_back({{x_data, m.weight, R, I, m.outputs, transposed, begin, end, s * kSlab,
+                          std::min((s + 1) * kSlab, I), out},
+                         m.storage,
+                         merge});
+      }
+    }
+    if (!transposed) sums += slabs * R * m.outputs;
   }
   const int64_t useful = std::min(threads, static_cast<int64_t>(parts.size())) - 1;
   const int64_t helpers = bytes < kSmall ? 0 : std::max<int64_t>(useful, 0);
-  auto crew = std::make_shared<Crew<Job, Part>>(Job{kernels}, std::move(parts));
+  auto crew = std::make_shared<Crew<Job, Part>>(std::move(job), std::move(parts));
   return crew->Start(pool, helpers);
 }
 

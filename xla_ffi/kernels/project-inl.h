@@ -2,8 +2,8 @@
 //
 // Bound by memory: what counts is that weights are read once, in order, in long runs. Measured on
 // Zen 3: 4096 × 14336 bfloat16 in runs of 512, 2048 and 8192 columns reach 0.4, 0.75 and 1.0 of the
-// speed of a plain read; eight rows of weights at a time beat four and sixteen, and prefetching
-// what comes next costs more than it gives.
+// speed of a plain read, so a task is a slab of whole rows; eight rows of weights at a time beat
+// four and sixteen, and prefetching what comes next costs more than it gives.
 #ifndef CERTJAX_KERNELS_PROJECT_INL_H_
 #define CERTJAX_KERNELS_PROJECT_INL_H_
 
@@ -12,9 +12,6 @@
 namespace certjax {
 namespace {
 
-constexpr int kWeightRows =
-    8;  // inputs whose products are summed before they are added to the rest
-
 // Sixteen elements, lane j holds element j.
 template <typename T>
 inline F32x16 LoadInOrder(const T* p) {
@@ -22,15 +19,16 @@ inline F32x16 LoadInOrder(const T* p) {
 }
 inline F32x16 LoadInOrder(const Bf16* p) { return AsFloat(ShiftLeft<16>(LoadI(&p->bits))); }
 
-// out[r] ← out[r] + Σ_i x[r, i] weight[i] for `rows` rows, n inputs and 16 · chunks outputs.
-template <typename T, int rows, int chunks>
-inline void AddInputs(const float* x, int64_t x_stride, int n, const T* weight,
-                      int64_t weight_stride, float* out, int64_t out_stride) {
-  F32x16 sum[rows][chunks];
+// out[r] ← out[r] + Σ_i x[r, i] weight[i] for `rows` rows, `count` inputs and 16 · chunks outputs.
+template <typename T, int rows, int count, int chunks>
+inline void AddInputs(const float* x, int64_t x_stride, const T* weight, int64_t weight_stride,
+                      float* out, int64_t out_stride) {
+  F32x16 sum[rows][chunks];  // the loops over it must unroll whole, or it lives in memory
   for (int r = 0; r < rows; ++r) {
     for (int j = 0; j < chunks; ++j) sum[r][j] = Set1(0.0f);
   }
-  for (int i = 0; i < n; ++i) {
+#pragma GCC unroll 16
+  for (int i = 0; i < count; ++i) {
     F32x16 w[chunks];
     for (int j = 0; j < chunks; ++j) w[j] = LoadInOrder(weight + i * weight_stride + j * kLanes);
     for (int r = 0; r < rows; ++r) {
@@ -46,29 +44,38 @@ inline void AddInputs(const float* x, int64_t x_stride, int n, const T* weight,
   }
 }
 
-// Inputs i … i + n − 1 for rows r … r + rows − 1 and all outputs of the task.
-template <typename T, int rows>
-inline void AddToRows(const ProjectTask& a, int64_t r, int64_t i, int n) {
+// Inputs i … i + count − 1 for rows r … r + rows − 1 and all outputs of the task.
+template <typename T, int rows, int count>
+inline void AddToRows(const ProjectTask& a, int64_t r, int64_t i) {
   constexpr int kChunks = kAccumulators / rows;
   const float* x = a.x + r * a.inputs + i;
   const T* weight = static_cast<const T*>(a.weight) + i * a.outputs;
   float* out = a.out + r * a.outputs;
   int64_t o = a.begin;
   for (; o + kChunks * kLanes <= a.end; o += kChunks * kLanes) {
-    AddInputs<T, rows, kChunks>(x, a.inputs, n, weight + o, a.outputs, out + o, a.outputs);
+    AddInputs<T, rows, count, kChunks>(x, a.inputs, weight + o, a.outputs, out + o, a.outputs);
   }
   for (; o + kLanes <= a.end; o += kLanes) {
-    AddInputs<T, rows, 1>(x, a.inputs, n, weight + o, a.outputs, out + o, a.outputs);
+    AddInputs<T, rows, count, 1>(x, a.inputs, weight + o, a.outputs, out + o, a.outputs);
   }
   if (o == a.end) return;
   const int64_t left = a.end - o;
-  T part[kWeightRows * kLanes] = {};
+  T part[count * kLanes] = {};
   float sum[rows * kLanes] = {};
-  for (int k = 0; k < n; ++k)
+  for (int k = 0; k < count; ++k) {
     memcpy(part + k * kLanes, weight + k * a.outputs + o, left * sizeof(T));
+  }
   for (int k = 0; k < rows; ++k) memcpy(sum + k * kLanes, out + k * a.outputs + o, left * 4);
-  AddInputs<T, rows, 1>(x, a.inputs, n, part, kLanes, sum, kLanes);
+  AddInputs<T, rows, count, 1>(x, a.inputs, part, kLanes, sum, kLanes);
   for (int k = 0; k < rows; ++k) memcpy(out + k * a.outputs + o, sum + k * kLanes, left * 4);
+}
+
+template <typename T, int count>
+inline void AddToAll(const ProjectTask& a, int64_t i) {
+  int64_t r = 0;
+  for (; r + 4 <= a.rows; r += 4) AddToRows<T, 4, count>(a, r, i);
+  for (; r + 2 <= a.rows; r += 2) AddToRows<T, 2, count>(a, r, i);
+  if (r < a.rows) AddToRows<T, 1, count>(a, r, i);
 }
 
 // out[r, o] for rows r … r + rows − 1 and the n ≤ 16 outputs from o on, whose weights are `tile`.
@@ -79,19 +86,22 @@ inline void DotRows(const ProjectTask& a, const Tile<T>& tile, int64_t r, int64_
   const int64_t whole = a.inputs / kLanes * kLanes;
   float folded[rows][kLanes * 8];
   for (int k = 0; k < kLanes; k += kOutputs) {
-    F32x16 sum[kOutputs][rows];
+    F32x16 sum[kOutputs][rows];  // as above
     for (int j = 0; j < kOutputs; ++j) {
+#pragma GCC unroll 16
       for (int q = 0; q < rows; ++q) sum[j][q] = Set1(0.0f);
     }
     for (int64_t i = 0; i < whole; i += kLanes) {
       F32x16 w[kOutputs];
       for (int j = 0; j < kOutputs; ++j) w[j] = LoadInOrder(tile.row[k + j] + i);
+#pragma GCC unroll 16
       for (int q = 0; q < rows; ++q) {
         const F32x16 factor = Load(x + q * a.inputs + i);
         for (int j = 0; j < kOutputs; ++j) sum[j][q] = Fma(factor, w[j], sum[j][q]);
       }
     }
     for (int j = 0; j < kOutputs; ++j) {
+#pragma GCC unroll 16
       for (int q = 0; q < rows; ++q) StoreFolded(&folded[q][(k + j) * 8], sum[j][q]);
     }
   }
@@ -124,17 +134,20 @@ void RunProject(const ProjectTask& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
     for (int64_t o = a.begin; o < a.end; ++o) a.out[r * a.outputs + o] = 0.0f;
   }
-  for (int64_t i = 0; i < a.inputs; i += kWeightRows) {
-    const int n = a.inputs - i < kWeightRows ? static_cast<int>(a.inputs - i) : kWeightRows;
-    int64_t r = 0;
-    for (; r + 4 <= a.rows; r += 4) AddToRows<T, 4>(a, r, i, n);
-    for (; r + 2 <= a.rows; r += 2) AddToRows<T, 2>(a, r, i, n);
-    if (r < a.rows) AddToRows<T, 1>(a, r, i, n);
-  }
+  int64_t i = a.first;
+  for (; i + 8 <= a.last; i += 8) AddToAll<T, 8>(a, i);
+  for (; i < a.last; ++i) AddToAll<T, 1>(a, i);
+}
+
+inline void RunProjectMerge(const ProjectMerge& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
-    for (int64_t o = a.begin; o < a.end; ++o) {
-      a.out[r * a.outputs + o] = OneNan(a.out[r * a.outputs + o]);
+    const int64_t start = r * a.outputs;
+    for (int64_t o = start + a.begin; o < start + a.end; ++o) a.out[o] = a.sums[o];
+    for (int64_t s = 1; s < a.slabs; ++s) {
+      const float* sums = a.sums + s * a.rows * a.outputs;
+      for (int64_t o = start + a.begin; o < start + a.end; ++o) a.out[o] += sums[o];
     }
+    for (int64_t o = start + a.begin; o < start + a.end; ++o) a.out[o] = OneNan(a.out[o]);
   }
 }
 

@@ -53,15 +53,27 @@ struct DenseMerge {
 
 // Outputs begin … end − 1 of a product of R rows with a matrix: out[r, o] = Σ_i x[r, i] w[i, o].
 //
-// weight is [inputs, outputs], or [outputs, inputs] where transposed. f32 sums in a fixed order
-// that depends on nothing but the layout: of 8 inputs, added up in order, or of 16 lanes over the
-// inputs, folded at the end. |error| ≤ (n / 8 + 8) 2⁻²⁴ Σ |x w| to first order, n = inputs.
+// weight is [inputs, outputs], or [outputs, inputs] where transposed: then the whole sums, else
+// those of one slab of inputs, first … last − 1, for ProjectMerge. f32 in a fixed order: of 8
+// inputs, added up over a slab (the inputs beyond a multiple of 8 one by one); transposed of 16
+// lanes over the inputs, folded at the end. |error| ≤ (n / 16 + 41) 2⁻²⁴ Σ |x w| to first order, n
+// = inputs.
 struct ProjectTask {
   const float* x;  // [R, inputs]
   const void* weight;
   int64_t rows, inputs, outputs;
   bool transposed;
-  int64_t begin, end;
+  int64_t begin, end, first, last;
+  float* out;  // [R, outputs]
+};
+
+// Inputs of a slab: part of the definition of the result, so independent of the number of threads.
+inline constexpr int64_t kSlab = 256;
+
+// Adds up the sums of the slabs, in their order.
+struct ProjectMerge {
+  const float* sums;  // [slabs, R, outputs]
+  int64_t slabs, rows, outputs, begin, end;
   float* out;  // [R, outputs]
 };
 
@@ -261,6 +273,7 @@ struct Kernels {
   void (*read[kStorages])(CertifiedHead&, int64_t chunk);
   void (*evaluate[kStorages])(CertifiedHead&, int head);
   void (*project[kStorages])(const ProjectTask&);
+  void (*project_merge)(const ProjectMerge&);
 };
 
 extern const Kernels kScalarKernels;
