@@ -6,16 +6,16 @@
 
 #include "handlers/arena.h"
 #include "handlers/check.h"
-#include "handlers/crew.h"
 #include "handlers/handlers.h"
+#include "handlers/parallel.h"
 
 namespace certjax {
 namespace {
 
 namespace ffi = xla::ffi;
 
-// Below this many bytes of weights (some 20 µs) the pool costs more than it gives.
-constexpr int64_t kSmall = 1 << 18;
+// Below this many bytes of weights (some 80 µs) the pool costs more than it gives.
+constexpr int64_t kSmall = 1 << 20;
 
 // Outputs of a task: as many as possible (kernels/project-inl.h), but two tasks a thread for
 // balance, and sums that stay in the second-level cache. Rows of a transposed matrix follow each
@@ -42,16 +42,19 @@ struct Merge {
 
 struct Job {
   const Kernels* kernels;
+  std::vector<Part> parts;
   std::unique_ptr<Merge[]> merges;
-  std::unique_ptr<Arena> sums;
+  Arena sums;
 
-  void Run(const Part& part, std::vector<Part>*) {
+  void Run(int64_t t) {
+    const Part& part = parts[t];
     kernels->project[part.storage](part.task);
     if (part.merge < 0) return;
     Merge& m = merges[part.merge];
-    if (m.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels->project_merge(m.merge);
+    if (m.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      kernels->project_merge[part.storage](m.merge);
+    }
   }
-  bool failed() const { return false; }
 };
 
 int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -79,7 +82,7 @@ ffi::Future Project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs w
   SeenThreads().store(threads, std::memory_order_relaxed);
 
   std::vector<Matrix> matrices;
-  int64_t bytes = 0, outputs = 0;
+  int64_t bytes = 0, padded = 0;
   for (size_t k = 0; k < weights.size(); ++k) {
     const auto weight = weights.get<ffi::AnyBuffer>(k);
     if (!weight) return Failed(weight.error());
@@ -98,7 +101,7 @@ ffi::Future Project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs w
     matrices.push_back(
         {weight->untyped_data(), static_cast<float*>((*out)->untyped_data()), O, storage});
     bytes += static_cast<int64_t>(weight->size_bytes());
-    outputs += O;
+    padded += Ceil(O, kLanes) * kLanes;
   }
   const int64_t slabs = transposed ? 1 : std::max<int64_t>(Ceil(I, kSlab), 1);
   const int64_t whole = std::max<int64_t>(slabs * static_cast<int64_t>(matrices.size()), 1);
@@ -108,40 +111,40 @@ ffi::Future Project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs w
     return std::clamp(even, transposed ? kFewestTransposed : kFewest, kMost);
   };
 
-  Job job = {kernels, nullptr, std::make_unique<Arena>()};
+  auto job = std::make_shared<Job>();
+  job->kernels = kernels;
   float* sums = nullptr;
   if (!transposed) {
     int64_t merges = 0;
     for (const Matrix& m : matrices) merges += Ceil(m.outputs, width(m));
-    job.merges = std::make_unique<Merge[]>(merges);
-    if (!job.sums->Reserve(slabs * R * outputs * sizeof(float))) {
+    job->merges = std::make_unique<Merge[]>(merges);
+    if (!job->sums.Reserve(slabs * R * padded * sizeof(float))) {
       return Failed(ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for sums"));
     }
-    sums = reinterpret_cast<float*>(job.sums->data());
+    sums = reinterpret_cast<float*>(job->sums.data());
   }
-  std::vector<Part> parts;
   int64_t merge = -1;
   for (const Matrix& m : matrices) {
+    const int64_t size = R * Ceil(m.outputs, kLanes) * kLanes;  // of the sums of a slab
     for (int64_t begin = 0; begin < m.outputs; begin += width(m)) {
       const int64_t end = std::min(begin + width(m), m.outputs);
       if (!transposed) {
-        job.merges[++merge].merge = {sums, slabs, R, m.outputs, begin, end, m.out};
-        job.merges[merge].pending.store(slabs, std::memory_order_relaxed);
+        job->merges[++merge].merge = {sums, slabs, R, m.outputs, begin, end, m.out};
+        job->merges[merge].pending.store(slabs, std::memory_order_relaxed);
       }
       for (int64_t s = 0; s < slabs; ++s) {
-        float* out = transposed ? m.out : sums + s * R * m.outputs;
-        parts.push_back({{x_data, m.weight, R, I, m.outputs, transposed, begin, end, s * kSlab,
-                          std::min((s + 1) * kSlab, I), out},
-                         m.storage,
-                         merge});
+        const int64_t first = s * kSlab, last = std::min(first + kSlab, I);
+        float* out = transposed ? m.out : sums + s * size;
+        job->parts.push_back(
+            {{x_data, m.weight, R, I, m.outputs, transposed, begin, end, first, last, out},
+             m.storage,
+             merge});
       }
     }
-    if (!transposed) sums += slabs * R * m.outputs;
+    if (!transposed) sums += slabs * size;
   }
-  const int64_t useful = std::min(threads, static_cast<int64_t>(parts.size())) - 1;
-  const int64_t helpers = bytes < kSmall ? 0 : std::max<int64_t>(useful, 0);
-  auto crew = std::make_shared<Crew<Job, Part>>(std::move(job), std::move(parts));
-  return crew->Start(pool, helpers);
+  const auto tasks = static_cast<int64_t>(job->parts.size());
+  return ParallelForHere(pool, tasks, bytes < kSmall, [job](int64_t t) { job->Run(t); });
 }
 
 }  // namespace

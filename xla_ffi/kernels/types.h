@@ -64,7 +64,7 @@ struct ProjectTask {
   int64_t rows, inputs, outputs;
   bool transposed;
   int64_t begin, end, first, last;
-  float* out;  // [R, outputs]
+  float* out;  // [R, outputs]; for ProjectMerge in lane order, [R, outputs up to a multiple of 16]
 };
 
 // Inputs of a slab: part of the definition of the result, so independent of the number of threads.
@@ -72,7 +72,7 @@ inline constexpr int64_t kSlab = 256;
 
 // Adds up the sums of the slabs, in their order.
 struct ProjectMerge {
-  const float* sums;  // [slabs, R, outputs]
+  float* sums;  // [slabs, R, outputs up to a multiple of 16], spoiled
   int64_t slabs, rows, outputs, begin, end;
   float* out;  // [R, outputs]
 };
@@ -273,7 +273,7 @@ struct Kernels {
   void (*read[kStorages])(CertifiedHead&, int64_t chunk);
   void (*evaluate[kStorages])(CertifiedHead&, int head);
   void (*project[kStorages])(const ProjectTask&);
-  void (*project_merge)(const ProjectMerge&);
+  void (*project_merge[kStorages])(const ProjectMerge&);
 };
 
 extern const Kernels kScalarKernels;
