@@ -8,6 +8,7 @@ from certjax.cache import init_cache as init_cache
 from certjax.cache import prefill as prefill
 from certjax.ledger import delta_per_call as delta_per_call
 from certjax.ledger import delta_spent as delta_spent
+from certjax.projection import project as project
 from certjax.types import AttentionResult as AttentionResult
 from certjax.types import Certificate as Certificate
 from certjax.types import Config as Config

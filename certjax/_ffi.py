@@ -10,6 +10,7 @@ import importlib.util
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
@@ -110,16 +111,6 @@ def task_times() -> dict[str, int]:
     return _require().task_times()
 
 
-def huge_pages() -> str:
-    """The machine's setting of transparent huge pages: "always", "madvise", "never" or "unknown"."""
-    try:
-        text = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
-    except OSError:
-        return "unknown"
-    chosen = re.search(r"\[(\w+)\]", text)
-    return chosen[1] if chosen else "unknown"
-
-
 def isa_levels() -> tuple[str, ...]:
     """The ISA levels that this machine can run, ascending; empty without the extension."""
     return tuple(_native.isa_levels()) if _native is not None else ()
@@ -154,11 +145,14 @@ def is_vectorised() -> bool:
     return _native is not None and resolve_isa(None) != isa_levels()[0]
 
 
+# Equal attributes share a compiled call whatever their types, so each has one type, given here. The numbers are the
+# enums Isa and Storage of the native code.
+def _isa_number(isa: str | None) -> np.int32:
+    return np.int32(build_info()["isa_levels"].index(resolve_isa(isa)))
+
+
 def _attributes(cache: KVCache, isa: str | None) -> dict[str, np.int32]:
-    # Equal attributes share a compiled call whatever their types, so each has one type, given here. The numbers are the
-    # enums Storage and Isa of the native code.
-    level = build_info()["isa_levels"].index(resolve_isa(isa))
-    return {"storage": np.int32(list(STORAGE).index(cache.dtype)), "isa": np.int32(level)}
+    return {"storage": np.int32(list(STORAGE).index(cache.dtype)), "isa": _isa_number(isa)}
 
 
 def _same_varying(*arrays: jax.Array) -> list[jax.Array]:
@@ -378,3 +372,16 @@ def scan(
         **_attributes(cache, isa),
     )
     return upper, reference
+
+
+def project(
+    x: jax.Array, weights: Sequence[jax.Array], *, transposed: bool = False, isa: str | None = None
+) -> tuple[jax.Array, ...]:
+    """`certjax.projection.project`, which checks the arguments, in the extension: x float32 [R, I], any R; isa as in
+    `append`.
+    """
+    operands = _same_varying(x, *weights)
+    rows = jax.typeof(operands[0])
+    results = [rows.update(shape=(x.shape[0], w.shape[0 if transposed else 1])) for w in weights]
+    call = jax.ffi.ffi_call("certjax_project", tuple(results), vmap_method="sequential")
+    return call(*operands, transposed=np.bool_(transposed), isa=_isa_number(isa))

@@ -8,6 +8,9 @@ The environment variable `CERTJAX_ISA` names the level to run on, instead of the
 traced; a level that is unknown or not available is a ValueError then.
 """
 
+import pathlib
+import re
+
 from certjax import _ffi
 
 
@@ -24,3 +27,13 @@ def active() -> str:
       ValueError: `CERTJAX_ISA` names a level that is unknown or not available here.
     """
     return _ffi.resolve_isa(None)
+
+
+def huge_pages() -> str:
+    """The machine's setting of transparent huge pages: "always", "madvise", "never" or "unknown"."""
+    try:
+        text = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    chosen = re.search(r"\[(\w+)\]", text)
+    return chosen[1] if chosen else "unknown"

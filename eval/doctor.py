@@ -33,7 +33,7 @@ def report() -> list[tuple[str, str]]:
         rows.append(("extension", f"not loaded: {reason}"))
     rows += [
         ("threads", f"{_ffi.thread_count()} of {os.cpu_count()} CPUs"),
-        ("transparent huge pages", _ffi.huge_pages()),
+        ("transparent huge pages", isa.huge_pages()),
         ("append, dense decode", "native" if loaded else "xla"),
         ("certified decode", _or_error(certjax.choose_implementation)),
     ]

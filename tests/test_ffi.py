@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from certjax import _ffi
+from certjax import _ffi, isa
 from certjax.cache import init_cache
 from tests.shared.ffi_cases import (
     ARRAYS,
@@ -145,7 +145,7 @@ if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, cpus[: int(sys.argv[1])])
 import dataclasses, hashlib
 import jax, jax.numpy as jnp, numpy as np
-from certjax import _ffi
+from certjax import _ffi, isa
 from certjax.cache import init_cache
 cache = init_cache(batch=1, kv_heads=4, head_dim=64, capacity=8192, dtype="float32")
 key = jax.random.normal(jax.random.key(0), cache.key.shape)
@@ -194,4 +194,4 @@ def test_the_machine_is_described():
     assert _ffi.is_available() == (True, "")
     assert _ffi._runtime_version() >= _ffi.build_info()["ffi_api_version"]
     assert _ffi.thread_count() >= 1
-    assert _ffi.huge_pages() in ("always", "madvise", "never", "unknown")
+    assert isa.huge_pages() in ("always", "madvise", "never", "unknown")

@@ -37,6 +37,7 @@ NB_MODULE(_native, m) {
     handlers["certjax_append"] = Handler(certjax_append);
     handlers["certjax_dense_decode"] = Handler(certjax_dense_decode);
     handlers["certjax_certified_decode"] = Handler(certjax_certified_decode);
+    handlers["certjax_project"] = Handler(certjax_project);
     handlers["certjax_scan"] = Handler(certjax_scan);
     return handlers;
   });

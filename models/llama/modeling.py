@@ -56,6 +56,15 @@ def _dense(query, cache, *, rng, hint, config):
 _ATTENTION: dict[str, DecodeAttention] = {"certified": _certified, "dense": _dense}
 
 
+def apply_linear(x: jax.Array, *linears: nnx.Linear) -> list[jax.Array]:
+    """What each of the modules makes of float32 x [..., I]; for few rows in one call at the speed of memory."""
+    out = list(certjax.project(x, [linear.kernel[...] for linear in linears]))
+    for i, linear in enumerate(linears):
+        if linear.bias is not None:
+            out[i] += jnp.expand_dims(linear.bias[...].astype(jnp.float32), range(x.ndim - 1))
+    return out
+
+
 class Layer(nnx.Module):
     """One decoder layer; how queries meet keys is the caller's choice.
 
@@ -95,20 +104,21 @@ class Layer(nnx.Module):
         """
         heads = (*x.shape[:2], -1, self.head_dim)
         h = self.attention_norm(x)
-        query, key = self.query(h).reshape(heads), self.key(h).reshape(heads)
+        query, key, value = (y.reshape(heads) for y in apply_linear(h, self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        out, rest = attend(rotate(query, *rotary), rotate(key, *rotary), self.value(h).reshape(heads))
-        x = x + self.output(out.reshape(*x.shape[:2], -1))
-        h = self.mlp_norm(x)
-        return x + self.down(nnx.silu(self.gate(h)) * self.up(h)), rest
+        out, rest = attend(rotate(query, *rotary), rotate(key, *rotary), value)
+        x = x + apply_linear(out.reshape(*x.shape[:2], -1), self.output)[0]
+        gate, up = apply_linear(self.mlp_norm(x), self.gate, self.up)
+        return x + apply_linear(nnx.silu(gate) * up, self.down)[0], rest
 
 
 class Llama(nnx.Module):
     """A decoder of the Llama family (Llama 2 to 3.2, Mistral, Qwen 2 and 3, SmolLM).
 
     Weights keep the dtype they are given in and are used in float32: XLA emulates bfloat16 arithmetic on most CPUs.
-    Give float32 weights for speed; 16-bit weights are widened at every use.
+    Decode steps read them as they are (`certjax.project`), so 16-bit weights are fastest there; a prefill widens one
+    matrix at a time.
 
     Args:
       config: the model.
@@ -174,9 +184,8 @@ class Llama(nnx.Module):
         """Final norm and output projection, [..., D] to float32 [..., V]."""
         x = self.norm(x)
         if self.head is not None:
-            return self.head(x)
-        table = self.embedding[...].astype(jnp.float32)
-        return jax.lax.dot_general(x, table, (((x.ndim - 1,), (1,)), ((), ())))
+            return apply_linear(x, self.head)[0]
+        return certjax.project(x, [self.embedding[...]], transposed=True)[0]
 
     def __call__(self, ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Dense causal forward without a cache, for checks: every score of a layer is held at once, N·T² floats a row.

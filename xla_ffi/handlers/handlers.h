@@ -7,6 +7,7 @@
 XLA_FFI_DECLARE_HANDLER_SYMBOL(certjax_append);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(certjax_dense_decode);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(certjax_certified_decode);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(certjax_project);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(certjax_scan);
 
 #endif  // CERTJAX_HANDLERS_HANDLERS_H_

@@ -2,8 +2,10 @@
 #ifndef CERTJAX_HANDLERS_PARALLEL_H_
 #define CERTJAX_HANDLERS_PARALLEL_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <utility>
 
@@ -90,6 +92,34 @@ xla::ffi::Future ParallelFor(xla::ffi::ThreadPool& pool, int64_t tasks, bool sma
       task();
     }
   }
+  return future;
+}
+
+// The same for short tasks: this thread works too, begins at once, and asks for no more help than
+// there is work. Nobody waits for anybody; who comes late finds nothing to do.
+template <typename Fn>
+xla::ffi::Future ParallelForHere(xla::ffi::ThreadPool& pool, int64_t tasks, bool small, Fn fn) {
+  const int64_t threads = pool.num_threads();
+  if (small || tasks <= 1 || threads <= 1) return ParallelFor(pool, tasks, true, fn);
+  SeenThreads().store(threads, std::memory_order_relaxed);
+  auto next = std::make_shared<std::atomic<int64_t>>(0);
+  xla::ffi::CountDownPromise done(tasks);
+  xla::ffi::Future future(done);
+  auto work = [fn, next, tasks, done]() mutable {
+    ScopedFloatState float_state;
+    for (int64_t t; (t = next->fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      fn(t);
+      done.CountDown();
+    }
+  };
+  for (int64_t i = 0; i + 1 < std::min(threads, tasks); ++i) {
+    try {
+      pool.Schedule([work]() mutable { work(); });
+    } catch (const std::bad_alloc&) {  // then without help
+      break;
+    }
+  }
+  work();
   return future;
 }
 

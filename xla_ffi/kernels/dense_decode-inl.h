@@ -34,7 +34,7 @@ template <typename T>
 struct Tile {
   const T* row[kLanes];
 
-  void Point(const void* data, int64_t start, int64_t n, int head_dim) {
+  void Point(const void* data, int64_t start, int64_t n, int64_t head_dim) {
     for (int i = 0; i < kLanes; ++i) {
       const int64_t at = start + i < n ? start + i : n - 1;
       row[i] = static_cast<const T*>(data) + at * head_dim;

@@ -51,6 +51,32 @@ struct DenseMerge {
   float* log_normalizer;  // [G]
 };
 
+// Outputs begin … end − 1 of a product of R rows with a matrix: out[r, o] = Σ_i x[r, i] w[i, o].
+//
+// weight is [inputs, outputs], or [outputs, inputs] where transposed: then the whole sums, else
+// those of one slab of inputs, first … last − 1, for ProjectMerge. f32 in a fixed order: of 8
+// inputs, added up over a slab (the inputs beyond a multiple of 8 one by one); transposed of 16
+// lanes over the inputs, folded at the end. |error| ≤ (n / 16 + 41) 2⁻²⁴ Σ |x w| to first order, n
+// = inputs.
+struct ProjectTask {
+  const float* x;  // [R, inputs]
+  const void* weight;
+  int64_t rows, inputs, outputs;
+  bool transposed;
+  int64_t begin, end, first, last;
+  float* out;  // [R, outputs]; for ProjectMerge in lane order, [R, outputs up to a multiple of 16]
+};
+
+// Inputs of a slab: part of the definition of the result, so independent of the number of threads.
+inline constexpr int64_t kSlab = 256;
+
+// Adds up the sums of the slabs, in their order.
+struct ProjectMerge {
+  float* sums;  // [slabs, R, outputs up to a multiple of 16], spoiled
+  int64_t slabs, rows, outputs, begin, end;
+  float* out;  // [R, outputs]
+};
+
 // One kv head of one row of the cache and the token to append at `position` < capacity. All norms
 // are upper bounds, whatever the magnitudes: squares are summed in double. The field meanings and
 // the coding rule are those of certjax/types.py and certjax/quantization.py.
@@ -246,6 +272,8 @@ struct Kernels {
   void (*plan[kStorages])(CertifiedHead&, const float* start_level);
   void (*read[kStorages])(CertifiedHead&, int64_t chunk);
   void (*evaluate[kStorages])(CertifiedHead&, int head);
+  void (*project[kStorages])(const ProjectTask&);
+  void (*project_merge[kStorages])(const ProjectMerge&);
 };
 
 extern const Kernels kScalarKernels;
