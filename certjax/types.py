@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 BLOCK = 64  # keys that share one scale and one zero per channel
 LANES = 16  # keys side by side in a 64-byte line of codes
@@ -22,7 +23,7 @@ STORAGE = {"bfloat16": jnp.uint16, "float16": jnp.float16, "float32": jnp.float3
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    """What is promised, and how. `epsilon` and `delta` may be traced arrays; everything else is static.
+    """What is promised, and how. `epsilon` and `delta` may be traced scalars; everything else is static.
 
     Attributes:
       epsilon: allowed error, relative to the scale of the measure, in (0, 1).
@@ -55,7 +56,7 @@ class Config:
         """Checks what is concrete; traced numbers pass (JAX rebuilds the dataclass around tracers)."""
         for name in ("epsilon", "delta"):
             x = getattr(self, name)
-            if isinstance(x, (int, float)) and not 0 < x < 1:
+            if isinstance(x, (int, float, np.number)) and not 0 < x < 1:
                 raise ValueError(f"{name} must lie in (0, 1): got {x}")
         for name, allowed in (("measure", Measure), ("bounds", Bounds)):
             if getattr(self, name) not in get_args(allowed):

@@ -300,6 +300,13 @@ class BadInputTest(chex.TestCase):
             ("hint.level must be", lambda: certjax.decode_attention(query, cache, rng=KEY, hint=hint)),
             ("implementation must be", lambda: certjax.decode_attention(query, cache, rng=KEY, implementation="cuda")),
             ("epsilon must lie", lambda: certjax.Config(epsilon=0.0)),
+            ("delta must lie", lambda: certjax.Config(delta=np.float32(5))),
+            (
+                r"config.epsilon must be a scalar: got shape \(2,\)",
+                lambda: certjax.decode_attention(
+                    query, cache, rng=KEY, config=certjax.Config(epsilon=jnp.full(2, 0.1))
+                ),
+            ),
             ("delta must lie", lambda: certjax.Config(delta=1.0)),
             ("measure must be one of", lambda: certjax.Config(measure="values")),
             ("bounds must be one of", lambda: certjax.Config(bounds="both")),
