@@ -98,6 +98,22 @@ ROPE_FLIPS = (
             {"attention_factor": 1.0},
         )
     ),
+    *(
+        ("dynamic", {"factor": 2.0, "original_max_positions": 256, "context": 1024}, flip)
+        for flip in ({"factor": 4.0}, {"original_max_positions": 512}, {"context": 2048})
+    ),
+    *(
+        (
+            "longrope",
+            {"factor": 4.0, "original_max_positions": 256, "context": context, "short_factor": (1.0,) * 8,
+             "long_factor": (3.0,) * 8},
+            flip,
+        )
+        for context, flip in (
+            (1024, {"factor": 16.0}), (1024, {"original_max_positions": 1024}), (1024, {"context": 256}),
+            (256, {"short_factor": (2.0,) * 8}), (1024, {"long_factor": (2.0,) * 8}), (256, {"attention_factor": 2.0}),
+        )
+    ),
 )  # fmt: skip
 
 
