@@ -104,6 +104,25 @@ def test_hostile_operands(memory):
     fuzz(2, 160, memory, hostile=True)
 
 
+def test_keys_that_are_no_numbers_spoil_their_own_row_alone(memory):
+    """A cache that nobody checked; coding its block converts NaN to an integer, which only sanitizers see."""
+    rng, runtime = np.random.default_rng(9), Runtime(9)
+    shape = Shape((3,), 1, 1, 128, 16, 2)
+    x = draw_step(rng, shape, draw_cache(rng, runtime, shape), sane=True)
+    x["key"][:] = rng.standard_normal(x["key"].shape)
+    x["new_key"][:], x["new_value"][:] = 1, 1
+    x["length"][:], x["valid"][:], x["active"][:] = 63, True, True
+    attributes = {"storage": np.int32(2), "isa": np.int32(-1)}
+    error, expected, _ = run(rng, runtime, memory, "certjax_append", shape, x, attributes)
+    assert error == ""
+    expected = {name: a.copy() for name, a in expected.items()}
+    x["key"][1, 0, :60] = rng.choice((np.nan, np.inf, -np.inf), (60, 16))
+    error, got, _ = run(rng, runtime, memory, "certjax_append", shape, x, attributes)
+    assert error == ""
+    for name, a in got.items():
+        np.testing.assert_array_equal(a[[0, 2]].view(np.uint8), expected[name][[0, 2]].view(np.uint8))
+
+
 def test_the_denominator_of_heads_with_one_heavy_key(memory):
     """The scan's bounds are then up to 10¹⁵ times the denominator, and rounding alone once the key is taken off."""
     rng, runtime = np.random.default_rng(8), Runtime(8)

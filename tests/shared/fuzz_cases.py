@@ -186,6 +186,8 @@ def draw_step(rng, shape: Shape, cache: dict[str, np.ndarray], sane: bool) -> di
     x["length"] = rng.integers(0, S + 1, lead, np.int32)
     full = rng.random(lead) < 0.5
     x["length"][full] = S - rng.integers(0, min(S, 70) + 1, int(full.sum()))
+    ends = (rng.random(lead) < 0.15) & (S > 0)  # an append completes a block
+    x["length"][ends] = 64 * rng.integers(1, max(S // 64, 1) + 1, int(ends.sum())) - 1
     odd = rng.random(lead) < 0.06
     x["length"][odd] = rng.choice((-(2**31), -1, S + 1, 2**31 - 1, 0), int(odd.sum()))
     x["valid"] = rng.random(lead) > 0.04
