@@ -384,4 +384,4 @@ def project(
     rows = jax.typeof(operands[0])
     results = [rows.update(shape=(x.shape[0], w.shape[0 if transposed else 1])) for w in weights]
     call = jax.ffi.ffi_call("certjax_project", tuple(results), vmap_method="sequential")
-    return call(*operands, transposed=np.bool_(transposed), isa=_isa_number(isa))
+    return tuple(call(*operands, transposed=np.bool_(transposed), isa=_isa_number(isa)))
