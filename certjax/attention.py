@@ -77,10 +77,12 @@ def decode_attention(
     Source: reference.py; mathematics in certificate.py and estimator.py.
     """
     config = Config() if config is None else config
-    for name, x in (("epsilon", config.epsilon), ("delta", config.delta)):
-        if jnp.shape(x):
-            raise ValueError(f"config.{name} must be a scalar: got shape {jnp.shape(x)}; use jax.vmap for several")
     B, K, _, _ = cache.shape
+    for name, x in (("epsilon", config.epsilon), ("delta", config.delta)):
+        if jnp.shape(x) and (implementation != "native" or jnp.shape(x) != (B,)):
+            raise ValueError(
+                f'config.{name} must be a scalar, or [B={B}] with implementation="native": got shape {jnp.shape(x)}'
+            )
     grouped = _check_query(query, cache, config)
     words = row_words(rng, B, K)
     G = grouped.shape[2]

@@ -23,7 +23,8 @@ STORAGE = {"bfloat16": jnp.uint16, "float16": jnp.float16, "float32": jnp.float3
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    """What is promised, and how. `epsilon` and `delta` may be traced scalars; everything else is static.
+    """What is promised, and how. `epsilon` and `delta` may be traced scalars, or [B] with
+    `implementation="native"`; everything else is static.
 
     Attributes:
       epsilon: allowed error, relative to the scale of the measure, in (0, 1).
