@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from certjax.eval import demo, prefill_file
+from certjax.eval import demo, demo_table, prefill_file
 from certjax.models.dummy import dummy_config, dummy_model
-from certjax.models.llama import RopeConfig
+from certjax.models.llama import GenerateResult, RopeConfig
 from tests.eval.conftest import TRAINED
 
 
@@ -168,3 +168,14 @@ class TestPrefillFile:
         path = tmp_path / "gone" / "a.npz"
         prefill_file.write(path, kept[1])
         assert capsys.readouterr().err.startswith(f"{path}: not kept: ")
+
+
+def test_delta_is_spent_on_exact_heads_too():
+    """Which heads come out exact depends on the draw: leaving them out would choose the calls after it."""
+    shape = (5, 2, 1, 4)
+    zeros = jnp.zeros(shape)
+    exact = jnp.arange(40).reshape(shape) % 2 == 0
+    counts = {"certified": zeros == 0, "exact": exact, "keys_read": zeros, "bytes_read": zeros}
+    tokens, lengths = jnp.zeros((1, 6), jnp.int32), jnp.full((1,), 6)
+    result = GenerateResult(tokens, lengths, counts | {"error_over_epsilon": zeros})
+    assert demo_table.summary(result, result, result, 1e-3)["delta_spent"] == pytest.approx(40e-3)
