@@ -26,7 +26,7 @@ def delta_per_call(delta_total: float, *, heads: int, layers: int, steps: int, b
 
 
 def delta_spent(delta: float, *, calls: int) -> float:
-    """Upper bound of the probability that any of `calls` head outputs exceeded its certified bound: min(1, delta · calls).
+    """Upper bound of the probability that any of `calls` head outputs exceeded its bound: min(1, delta · calls).
 
     Count every head output that was asked for, those that came out exact too: which ones do depends on the same random
     perturbations, and a bound over those that did not would be chosen after the draw.
