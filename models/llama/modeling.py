@@ -174,7 +174,9 @@ class Llama(nnx.Module):
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """Rows of the embedding table, float32 [..., D]; only the rows are widened, never the table."""
-        return self.embedding[...][ids].astype(jnp.float32)
+        # XLA gathers from a bfloat16 table as float32, and would widen the table before a loop that does so.
+        table, ids = jax.lax.optimization_barrier((self.embedding[...], ids))
+        return table[ids].astype(jnp.float32)
 
     def rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cos and sin of int32 positions [B, T]."""

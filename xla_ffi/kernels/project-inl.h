@@ -22,7 +22,7 @@ inline F32x16 LoadInOrder(const T* p) {
 }
 inline F32x16 LoadInOrder(const Bf16* p) { return AsFloat(ShiftLeft<16>(LoadI(&p->bits))); }
 
-constexpr int64_t kShortRow = 2048;  // bytes
+constexpr int64_t kShortRow = 2560;  // bytes; transposed, of the inputs of an output
 
 // out[r] ← out[r] + Σ_i x[r, i] weight[i] for `rows` rows, `count` inputs and 16 · chunks outputs
 // in lane order.
@@ -90,6 +90,7 @@ inline void DotRows(const ProjectTask& a, const Tile<T>& tile, int64_t r, int64_
   constexpr int kOutputs = kAccumulators / rows;
   const float* x = a.x + r * a.inputs;
   const int64_t whole = a.inputs / kLanes * kLanes;
+  const bool ahead = r == 0 && a.inputs * static_cast<int64_t>(sizeof(T)) <= kShortRow;
   float folded[rows][kLanes * 8];
   for (int k = 0; k < kLanes; k += kOutputs) {
     F32x16 sum[kOutputs][rows];  // as above
@@ -97,7 +98,9 @@ inline void DotRows(const ProjectTask& a, const Tile<T>& tile, int64_t r, int64_
 #pragma GCC unroll 16
       for (int q = 0; q < rows; ++q) sum[j][q] = Set1(0.0f);
     }
+    const T* next = tile.row[k] + kOutputs * a.inputs;
     for (int64_t i = 0; i < whole; i += kLanes) {
+      if (ahead) Prefetch<T, kOutputs>(next + kOutputs * i);
       F32x16 w[kOutputs];
       for (int j = 0; j < kOutputs; ++j) w[j] = LoadInOrder(tile.row[k + j] + i);
 #pragma GCC unroll 16
