@@ -178,6 +178,9 @@ class LlamaConfig:
         # Defaults of other families are numbers of one particular checkpoint: better to ask than to guess.
         if family != "llama" and config.get("num_key_value_heads") is None:
             missing.append("num_key_value_heads")
+        windowed = family == "mistral" or (family != "llama" and config.get("use_sliding_window") is True)
+        if windowed and "sliding_window" not in config:
+            missing.append("sliding_window (null for none)")
         problems = []
         if unknown:
             problems.append(f"fields that certjax does not know for model_type {family!r}: {', '.join(unknown)}")

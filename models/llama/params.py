@@ -78,6 +78,12 @@ def params_from_tensors(
         if name not in tensors:
             continue
         array = _read(tensors[name])
+        head = tensors.get(_HEAD) if name == _EMBEDDING and config.tied_embeddings else None
+        if head is not None and not np.array_equal(_read(head), array):  # here, while little else is in memory
+            problems.append(
+                f"{_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings = true says that they are one: file and "
+                "config.json contradict each other; set tie_word_embeddings to false to use the separate weights"
+            )
         if array.shape != shape:
             problems.append(f"{name} has shape {list(array.shape)}, expected {list(shape)}")
         elif not problems:  # nothing is converted once it is clear that the checkpoint cannot be used
@@ -85,13 +91,6 @@ def params_from_tensors(
             for key in path[:-1]:
                 node = node.setdefault(key, {})
             node[path[-1]] = np.ascontiguousarray(array.T if transposed else array, dtype=dtype)
-    if config.tied_embeddings and {_HEAD, _EMBEDDING} <= set(tensors):
-        head, embedding = _read(tensors[_HEAD]), _read(tensors[_EMBEDDING])
-        if not np.array_equal(head, embedding):
-            problems.append(
-                f"{_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings = true says that they are one: file and "
-                "config.json contradict each other; set tie_word_embeddings to false to use the separate weights"
-            )
     if problems:
         raise ValueError(f"checkpoint does not fit the configuration: {'; '.join(problems)}")
     return params

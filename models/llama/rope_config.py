@@ -99,6 +99,8 @@ class RopeConfig:
             problems.append("high_freq_factor must exceed low_freq_factor")
         if not problems and self.rope_type == "yarn" and self.theta <= 1:
             problems.append(f"theta must exceed 1, got {self.theta!r}")
+        if not problems and self.rope_type == "longrope" and self.original_max_positions <= 1:  # type: ignore[operator]
+            problems.append(f"original_max_positions must exceed 1, got {self.original_max_positions!r}")
         if problems:
             raise ValueError(f"rotary embedding of type {self.rope_type!r}: {'; '.join(problems)}")
 
@@ -119,7 +121,8 @@ def read_rope(config: Mapping[str, Any]) -> RopeConfig:
     `rope_theta` stands beside the scaling (older files) or inside `rope_parameters` (newer ones).
 
     Raises:
-      ValueError: an unknown type or field, a field missing or said twice and differently.
+      ValueError: an unknown type or field, a field missing or said twice and differently, numbers that implementations
+        read differently.
     """
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
     if scaling and parameters and dict(scaling) != dict(parameters):
@@ -156,7 +159,18 @@ def read_rope(config: Mapping[str, Any]) -> RopeConfig:
         rope["original_max_positions"] = longest
     if kind in ("dynamic", "longrope"):
         rope["context"] = longest
-    if kind == "longrope" and original is not None:
-        rope.setdefault("factor", longest / original)
+    if kind == "dynamic" and rope["original_max_positions"] != longest:
+        raise ValueError(
+            f"config.json: original_max_position_embeddings is {original} and max_position_embeddings {longest}: which "
+            "of them a dynamic embedding grows from differs between implementations; make them equal"
+        )
+    if kind == "longrope" and is_positive_number(original):
+        ratio = longest / original
+        if rope.setdefault("factor", ratio) != ratio and "attention_factor" not in rope:
+            raise ValueError(
+                f"config.json: the longrope factor is {rope['factor']}, but max_position_embeddings ÷ "
+                f"original_max_position_embeddings is {ratio}: which of them scales the attention differs between "
+                "implementations; state attention_factor"
+            )
     rope |= {name: tuple(rope[name]) for name in ROPE_LISTS if isinstance(rope.get(name), list)}
     return RopeConfig(theta=10000.0 if theta is None else theta, rope_type=kind, **rope)

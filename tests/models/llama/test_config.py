@@ -26,6 +26,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 2.0,
+    "original_max_positions": 9,
+    "context": 9,
+    "short_factor": (1.0,),
+    "long_factor": (1.0,),
+}
 
 
 def of(family, **fields):
@@ -61,8 +69,9 @@ class FromHfTest(parameterized.TestCase):
         assert rope.original_max_positions == 2048
 
     def test_biases_and_norms_of_families(self):
-        assert [of(f).qkv_bias for f in ("llama", "mistral", "qwen2", "qwen3")] == [False, False, True, False]
-        assert [of(f).qk_norm for f in ("llama", "mistral", "qwen2", "qwen3")] == [False, False, False, True]
+        families = [of("llama"), of("mistral", sliding_window=None), of("qwen2"), of("qwen3")]
+        assert [config.qkv_bias for config in families] == [False, False, True, False]
+        assert [config.qk_norm for config in families] == [False, False, False, True]
         biased = of("llama", attention_bias=True, mlp_bias=True)
         assert biased.qkv_bias
         assert biased.output_bias
@@ -95,7 +104,22 @@ class FromHfTest(parameterized.TestCase):
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "'ntk' is not supported; expected one of default"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "context": 9}}, "does not know: context"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "does not know: mscale"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            "does not know: mscale, mscale_all_dim, truncate",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 512}},
+            "is 512 and max_position_embeddings 2048: which of them a dynamic",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0, "original_max_position_embeddings": 512}},
+            "factor is 2.0, but max_position_embeddings ÷ original_max_position_embeddings is 4.0",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "factor": 2.0, "original_max_position_embeddings": "512"}},
+            "original_max_positions must be a positive finite number, got '512'",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, "keep one of them"),
         ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}}, "contradict"),
@@ -180,6 +204,10 @@ class FromHfTest(parameterized.TestCase):
         assert of("llama", **dict.fromkeys(names)) == of("llama")
 
     def test_window_without_size(self):
+        """Implementations assume the window of one particular checkpoint where a file leaves it out."""
+        for family, fields in (("mistral", {}), ("qwen2", {"use_sliding_window": True})):
+            with pytest.raises(ValueError, match=r"missing fields: sliding_window \(null for none\)"):
+                of(family, **fields)
         with pytest.raises(ValueError, match="no sliding_window is in use"):
             of("qwen2", layer_types=["sliding_attention"] * 2)
         with pytest.raises(ValueError, match="layer_types must have 2 entries"):
@@ -209,11 +237,8 @@ class ConstructionTest(parameterized.TestCase):
         ({"rope_type": "linear", "factor": 0.0}, "factor must be a positive finite number"),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_positions is missing"),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_positions": 9, "theta": 1.0}, "theta must exceed 1"),
-        (
-            {"rope_type": "longrope", "factor": 2.0, "original_max_positions": 9, "context": 9, "short_factor": (1.0,)}
-            | {"long_factor": (0.0,)},
-            "long_factor must be a tuple of positive finite numbers",
-        ),
+        (LONGROPE | {"long_factor": (0.0,)}, "long_factor must be a tuple of positive finite numbers"),
+        (LONGROPE | {"original_max_positions": 1}, "original_max_positions must exceed 1, got 1"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1.0}, "beta_fast is not used"),
     )
     def test_rope(self, fields, message):
