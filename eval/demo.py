@@ -150,18 +150,18 @@ def read_text(prompt_file: str | None) -> tuple[str, str]:
 def stretched(config: LlamaConfig, positions: int) -> LlamaConfig:
     """The model for a context of `positions` tokens; the weights stay the same.
 
-    Beyond the positions that it was trained for, YaRN scales them by just what is missing, with its usual constants; a
-    dynamic embedding says itself how.
+    Beyond the positions that it was trained for, YaRN scales them by just what is missing, with its usual constants.
+    Embeddings that depend on the length of a context are told it.
 
     Raises:
-      ValueError: the model's positions are scaled already.
+      ValueError: the model's positions are scaled already, and not for so many.
 
     Source: YaRN (arXiv 2309.00071).
     """
+    if config.rope.context is not None:
+        return config.with_context(positions)
     if positions <= config.max_positions:
         return config
-    if config.rope.rope_type == "dynamic":
-        return config.with_context(positions)
     if config.rope.rope_type != "default":
         raise ValueError(
             f"context of {positions} tokens exceeds the model's {config.max_positions}, and its rotary embedding is "

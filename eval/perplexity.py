@@ -97,7 +97,9 @@ def run(
     if len(ids) < tokens:
         raise ValueError(f"{source} has {len(ids)} tokens, fewer than tokens = {tokens}; give a longer text")
     capacity = -(-tokens // BLOCK) * BLOCK
-    config = demo.stretched(LlamaConfig.from_hf(loaded.config), capacity)
+    config = LlamaConfig.from_hf(loaded.config)
+    stretch = max(capacity / config.max_positions, 1.0)
+    config = demo.stretched(config, capacity)
     model = load_model(loaded.params, config)
     del loaded
     start, _ = demo.prefilled(model, ids, capacity, checkpoint, prefill_dir)
@@ -124,7 +126,7 @@ def run(
         "text": source,
         "tokens": tokens,
         "tail": tail,
-        "stretch": capacity / config.rope.original_max_positions if config.rope.original_max_positions else 1.0,
+        "stretch": stretch,
         "epsilon": epsilon,
         "delta_total": delta_total,
         "seed": seed,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
 import sys
 
 import chex
@@ -21,6 +20,7 @@ from tests.shared.ffi_cases import (
     make_cache,
     make_query,
     make_tokens,
+    on_one_and_two_cpus,
 )
 
 
@@ -139,10 +139,6 @@ class TransformTest(chex.TestCase):
 
 
 CONCURRENT = """
-import os, sys
-if hasattr(os, "sched_setaffinity"):
-    cpus = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cpus[: int(sys.argv[1])])
 import dataclasses, hashlib
 import jax, jax.numpy as jnp, numpy as np
 from certjax import _ffi, isa
@@ -159,14 +155,9 @@ print(hashlib.sha256(np.asarray(out).tobytes()).hexdigest(), _ffi.thread_count()
 
 def test_many_calls_on_one_and_two_threads():
     """Neither hangs, and the results have the same bits whatever the number of threads."""
-    outputs = []
-    for cpus in (1, 2):
-        command = [sys.executable, "-c", CONCURRENT, str(cpus)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        assert done.stderr == ""
-        outputs.append(done.stdout.split())
-    assert outputs[0][0] == outputs[1][0]
-    assert all(int(threads) >= 1 for _, threads in outputs)
+    (one, threads), (two, more) = on_one_and_two_cpus(CONCURRENT)
+    assert one == two
+    assert min(int(threads), int(more)) >= 1
 
 
 def test_a_missing_extension_keeps_its_reason(monkeypatch):

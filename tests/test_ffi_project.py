@@ -1,8 +1,6 @@
 """Products with weights in the extension: against float64 and jnp, on every ISA level, under every transform."""
 
 import re
-import subprocess
-import sys
 
 import chex
 import hypothesis
@@ -18,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import certjax
 from certjax import _ffi
 from certjax.projection import MAX_ROWS, project
-from tests.shared.ffi_cases import DTYPES, LEVELS
+from tests.shared.ffi_cases import DTYPES, LEVELS, on_one_and_two_cpus
 
 
 def draw(seed, rows, inputs, *outputs, dtype="float32", transposed=False):
@@ -99,9 +97,6 @@ class ProductTest(parameterized.TestCase):
 
 
 SPLIT = """
-import os, sys
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 import hashlib, jax, jax.numpy as jnp, numpy as np
 from certjax import _ffi
 x = jax.random.normal(jax.random.key(0), (3, 500))
@@ -109,18 +104,13 @@ w = jax.random.normal(jax.random.key(1), (500, 2201))
 calls = jax.jit(lambda x, w: [_ffi.project(x + i, [w, w[:, :900]]) for i in range(12)])
 outs = [*calls(x, w), _ffi.project(x, [w.T], transposed=True)]
 data = b"".join(np.asarray(y).tobytes() for out in outs for y in out)
-print(hashlib.sha256(data).hexdigest(), _ffi.thread_count())
+print(hashlib.sha256(data).hexdigest())
 """
 
 
 def test_one_and_two_threads_give_the_same_bits():
-    outputs = []
-    for cpus in (1, 2):
-        command = [sys.executable, "-c", SPLIT, str(cpus)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        assert done.stderr == ""
-        outputs.append(done.stdout.split())
-    assert outputs[0][0] == outputs[1][0]
+    one, two = on_one_and_two_cpus(SPLIT)
+    assert one == two
 
 
 class PublicTest(chex.TestCase):

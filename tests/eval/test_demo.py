@@ -25,6 +25,18 @@ class TestContext:
         )
         assert dataclasses.replace(longer, max_positions=100, rope=config.rope) == config
 
+    def test_tells_embeddings_that_depend_on_it_the_context(self):
+        dynamic = RopeConfig(rope_type="dynamic", factor=2.0, original_max_positions=100, context=100)
+        for context in (50, 250):
+            config = demo.stretched(dummy_config(max_positions=100, rope=dynamic), context)
+            assert (config.max_positions, config.rope.context) == (context, context)
+        factors = {"short_factor": (1.0,) * 8, "long_factor": (2.0,) * 8}
+        rope = RopeConfig(rope_type="longrope", factor=4.0, original_max_positions=25, context=100, **factors)
+        config = dummy_config(max_positions=100, rope=rope)
+        assert demo.stretched(config, 25).rope.context == 25  # so the short factors serve
+        with pytest.raises(ValueError, match=r"101 tokens exceeds the model's 100, .*\(longrope\)"):
+            demo.stretched(config, 101)
+
     def test_refuses_to_scale_twice(self):
         config = dummy_config(max_positions=100, rope=RopeConfig(rope_type="linear", factor=2.0))
         assert demo.stretched(config, 100) is config

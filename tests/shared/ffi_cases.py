@@ -1,6 +1,8 @@
 """Caches, tokens and queries for the tests of the extension's calls, and attention in float64."""
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -100,3 +102,21 @@ def assert_same_bits(a, b, names=ARRAYS):
     for name in names:
         x, y = (np.asarray(getattr(c, name)) for c in (a, b))
         np.testing.assert_array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"), err_msg=name)
+
+
+_AFFINITY = """
+import os, sys
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
+"""
+
+
+def on_one_and_two_cpus(script: str) -> list[list[str]]:
+    """The words that a script prints on one CPU and on two: XLA takes its threads from them when it starts."""
+    outputs = []
+    for cpus in (1, 2):
+        command = [sys.executable, "-c", _AFFINITY + script, str(cpus)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stderr == ""
+        outputs.append(done.stdout.split())
+    return outputs
