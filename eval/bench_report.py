@@ -19,17 +19,19 @@ COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("µs", 9, lambda r: f"{r['time_us']:.1f}"),
     ("ns/key", 7, lambda r: f"{r['ns_per_key']:.2f}"),
     ("dense ÷ this (80 %)", 20, lambda r: _ratio(r)),
+    ("kernels", 7, lambda r: _number(r["dense_over_this_kernels"], ".2f")),
     ("bytes", 6, lambda r: f"{r['bytes_share']:.1%}"),
     ("keys", 7, lambda r: _number(r["keys_read"], ".0f")),
     ("cand.", 7, lambda r: _number(r["candidates"], ".0f")),
     ("exact", 6, lambda r: _number(r["exact_share"], ".1%")),
-    ("scan/reads/cert.", 16, lambda r: _shares(r["parts"])),
+    ("scan/reads/cert.", 16, lambda r: _shares(r["parts"] if r["epsilon"] else None)),
     ("GB/s", 6, lambda r: f"{r['gb_per_s']:.1f}"),
     ("error/M", 7, lambda r: _number(r["largest_error_over_scale"], ".0e")),
 )
 _NOTES = """\
 One decode step of one kv head with its g query heads, bfloat16 keys and values: medians over the repetitions, averaged
-over the kv heads. "dense" is own dense decode: above 1, a method is faster (80 %: interval over resampled repetitions).
+over the kv heads. "dense" is own dense decode: above 1, a method is faster (80 %: interval over resampled repetitions);
+kernels: the same ratio of the time in native kernels alone, over all threads, without what a call takes beside them.
 bytes: what a call must read against all keys and values (certified: what its certificate counts). keys, cand.: keys and
 candidates read a query head. scan/reads/cert.: percent of the native step's own time, all threads; the rest of 100 is
 exact attention, and what the call takes beside it is not in it. error/M: the largest one observed. Threads cannot be

@@ -122,6 +122,7 @@ def measure(
       flush: empties the caches; None for warm.
     """
     times = np.zeros((len(methods), repeats, len(heads)))
+    kernels = np.zeros_like(times)
     previous: dict[tuple[int, int], Any] = {}
     results: list[list[Any]] = [[] for _ in methods]
     parts: list[Counter[str]] = [Counter() for _ in methods]
@@ -137,7 +138,9 @@ def measure(
                     _call(method, heads[other], t, previous.get((m, other)))
                 start = Counter(task_times())
                 previous[m, h], times[m, r, h] = _call(method, head, t, before)
-                parts[m].update(Counter(task_times()) - start)
+                spent = Counter(task_times()) - start
+                kernels[m, r, h] = spent.total()
+                parts[m].update(spent)
                 results[m].append(previous[m, h])
     errors = [0.0] * len(methods)
     for h, head in enumerate(heads):
@@ -148,11 +151,13 @@ def measure(
                 result, _ = _call(method, head, -1, previous[m, h])
                 error = np.linalg.norm(output_of(result) - output, axis=-1) / scale
                 errors[m] = max(errors[m], float(error.max()))
-    dense = times[[method.name for method in methods].index("dense")]
+    dense = [method.name for method in methods].index("dense")
     facts = {key: getattr(case, key) for key in ("kind", "source", "n", "d", "g", "heads")}
     facts |= {"data": "warm" if flush is None else "cold"}
     return [
-        facts | _row(case, method, times[m], dense, results[m], parts[m], errors[m] if method.attends else None)
+        facts
+        | _row(case, method, times[m], times[dense], results[m], parts[m], errors[m] if method.attends else None)
+        | {"dense_over_this_kernels": _kernels_ratio(kernels[dense], kernels[m])}
         for m, method in enumerate(methods)
     ]
 
@@ -166,6 +171,12 @@ def _parts(parts: Counter[str], calls: int) -> dict[str, float] | None:
         return None
     names = {"scan": ("prepare", "scan"), "reads": ("read",), "certificate": ("evaluate",), "dense": ("dense",)}
     return {name: sum(parts[kind] for kind in kinds) / 1e3 / calls for name, kinds in names.items()}
+
+
+def _kernels_ratio(dense: np.ndarray, kernels: np.ndarray) -> float | None:
+    """Of the time in kernels alone, summed over threads: medians over the repetitions, summed over kv heads."""
+    spent = np.median(kernels, 0).sum()
+    return float(np.median(dense, 0).sum() / spent) if spent else None
 
 
 def _call(method: Method, head: Head, t: int, previous: Any) -> tuple[Any, int]:
@@ -212,7 +223,7 @@ def _row(
         "candidates": candidates,
         "exact_share": exact,
         "gb_per_s": float(bytes_read / time_ns),
-        "parts": _parts(parts, len(results)) if method.share is None else None,
+        "parts": _parts(parts, len(results)),
         "largest_error_over_scale": error,
         "times_us": (times / 1e3).round(2).tolist(),
     }

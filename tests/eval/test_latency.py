@@ -52,16 +52,21 @@ def test_the_table_is_complete(measured):
         assert result["environment"][name]
 
 
-def test_parts_of_the_certified_step(measured):
-    """A native step that is not exact scans, reads and evaluates; what else is timed has no parts."""
+def test_parts_of_native_steps(measured):
+    """A native step that is not exact scans, reads and evaluates; own dense does not; what else is timed has none."""
     result, _ = measured
     native = result["settings"]["implementation"] == "native"
     for row in result["rows"]:
-        if not (native and row["method"].startswith("certified")):
-            assert row["parts"] is None
+        if not (native and (row["method"] == "dense" or row["epsilon"])):
+            assert row["parts"] is row["dense_over_this_kernels"] is None
             continue
         assert set(row["parts"]) == {"scan", "reads", "certificate", "dense"}
         assert all(part >= 0 for part in row["parts"].values())
+        if row["method"] == "dense":
+            assert row["dense_over_this_kernels"] == 1
+            assert row["parts"]["dense"] > row["parts"]["reads"] == row["parts"]["certificate"] == 0
+            continue
+        assert row["dense_over_this_kernels"] > 0
         assert row["parts"]["scan"] > 0
         assert row["exact_share"] in (0, 1) or row["parts"]["reads"] > 0
 

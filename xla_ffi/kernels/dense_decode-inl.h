@@ -29,6 +29,26 @@ inline void Prefetch(const T* p) {
   for (int x = 0; x < chunks * kLanes; x += kLine) __builtin_prefetch(p + x);
 }
 
+template <int n>
+struct Count {
+  static constexpr int value = n;
+};
+
+// Calls fn(Count<heads>, g) for heads g … g + heads − 1 at a time, as many as registers allow.
+template <typename Fn>
+inline void ByHeads(int group, Fn fn) {
+  int g = 0;
+  if constexpr (kHeads == 4) {
+    for (; g + 4 <= group; g += 4) fn(Count<4>(), g);
+    if (g + 3 == group) {
+      fn(Count<3>(), g);
+      return;
+    }
+  }
+  for (; g + 2 <= group; g += 2) fn(Count<2>(), g);
+  if (g < group) fn(Count<1>(), g);
+}
+
 // The rows of a tile; a short tile repeats its last row.
 template <typename T>
 struct Tile {
@@ -47,7 +67,7 @@ struct Tile {
 template <typename T, int heads>
 inline void TileScores(const float* query, const Tile<T>& keys, const Tile<T>* ahead, int head_dim,
                        F32x16* score) {
-  constexpr int kKeys = kAccumulators / heads;
+  constexpr int kKeys = kAccumulators / (heads == 3 ? 4 : heads);
   float folded[heads][kLanes * 8];
   for (int i = 0; i < kLanes; i += kKeys) {
     for (int k = 0; ahead && k < kKeys; ++k) {
@@ -102,7 +122,7 @@ inline void AddValues(const Tile<T>& values, const Tile<T>* ahead, int n, int c,
 template <typename T, int heads>
 inline void TileValues(const Tile<T>& values, const Tile<T>* ahead, int n, int head_dim,
                        const float (*weight)[kLanes], const float* decay, float* acc) {
-  constexpr int kChunks = heads == 1 ? 4 : kAccumulators / heads;
+  constexpr int kChunks = heads == 1 || kHeads == 4 ? 4 : kAccumulators / heads;
   int c = 0;
   for (; c + kChunks * kLanes <= head_dim; c += kChunks * kLanes) {
     AddValues<T, heads, kChunks>(values, ahead, n, c, head_dim, weight, decay, acc);
@@ -138,13 +158,10 @@ void RunDenseChunk(const DenseChunk& a) {
     const int n = a.n - start < kLanes ? static_cast<int>(a.n - start) : kLanes;
     values.Point(a.value, start, a.n, H);
     next.Point(a.key, start + kLanes, a.n, H);
-    int g = 0;
-    for (; g + 2 <= G; g += 2) {
-      TileScores<T, 2>(query + g * H, keys, g == 0 ? &values : nullptr, H, score + g);
-    }
-    if (g < G) TileScores<T, 1>(query + g * H, keys, g == 0 ? &values : nullptr, H, score + g);
-
-    for (g = 0; g < G; ++g) {
+    ByHeads(G, [&](auto heads, int g) {
+      TileScores<T, heads.value>(query + g * H, keys, g == 0 ? &values : nullptr, H, score + g);
+    });
+    for (int g = 0; g < G; ++g) {
       if (n < kLanes) {  // the repeated rows count for nothing
         float lanes[kLanes];
         Store(lanes, score[g]);
@@ -162,14 +179,10 @@ void RunDenseChunk(const DenseChunk& a) {
       sum[g] = Fma(sum[g], Set1(decay[g]), w);
     }
 
-    for (g = 0; g + 2 <= G; g += 2) {
-      TileValues<T, 2>(values, g == 0 ? &next : nullptr, n, H, weight + g, decay + g,
-                       a.acc + g * H);
-    }
-    if (g < G) {
-      TileValues<T, 1>(values, g == 0 ? &next : nullptr, n, H, weight + g, decay + g,
-                       a.acc + g * H);
-    }
+    ByHeads(G, [&](auto heads, int g) {
+      TileValues<T, heads.value>(values, g == 0 ? &next : nullptr, n, H, weight + g, decay + g,
+                                 a.acc + g * H);
+    });
     keys = next;
   }
   float folded[kLanes * 8] = {};

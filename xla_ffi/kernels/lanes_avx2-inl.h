@@ -12,6 +12,7 @@ namespace certjax {
 namespace {
 
 constexpr int kAccumulators = 4;  // 8 registers: 2 additions a cycle, 4 cycles each
+constexpr int kHeads = 2;         // query heads at a time
 
 struct F32x16 {
   __m256 lo, hi;

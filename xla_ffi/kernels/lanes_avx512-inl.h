@@ -11,6 +11,7 @@ namespace certjax {
 namespace {
 
 constexpr int kAccumulators = 8;
+constexpr int kHeads = 4;  // query heads at a time
 
 struct F32x16 {
   __m512 v;
@@ -25,11 +26,14 @@ inline F32x16 Load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline F32x16 Load(const F16* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-inline F32x16 Load(const Bf16* p) {
-  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i even = _mm256_slli_epi32(pairs, 16);
-  const __m256i odd = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)));
-  return {_mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1))};
+inline F32x16 Load(const Bf16* p) {  // the even ones, then the odd ones, into the upper halves
+  const __m512i twice =
+      _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i place =
+      _mm512_set_epi32(0x0F0E8080, 0x0B0A8080, 0x07068080, 0x03028080, 0x0F0E8080, 0x0B0A8080,
+                       0x07068080, 0x03028080, 0x0D0C8080, 0x09088080, 0x05048080, 0x01008080,
+                       0x0D0C8080, 0x09088080, 0x05048080, 0x01008080);
+  return {_mm512_castsi512_ps(_mm512_shuffle_epi8(twice, place))};
 }
 inline void Store(float* p, F32x16 a) { _mm512_storeu_ps(p, a.v); }
 

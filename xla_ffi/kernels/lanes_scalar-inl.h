@@ -8,6 +8,7 @@ namespace certjax {
 namespace {
 
 constexpr int kAccumulators = 4;  // as in the AVX2 level; results do not depend on it
+constexpr int kHeads = 2;         // query heads at a time
 
 struct F32x16 {
   float lane[kLanes];

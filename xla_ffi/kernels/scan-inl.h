@@ -17,17 +17,11 @@ template <typename T>
 inline void GroupScores(const CertifiedHead& a, const Tile<T>& rows, const Tile<T>* ahead,
                         float* score, int64_t stride) {
   const int H = a.head_dim;
-  F32x16 s[2];
-  int g = 0;
-  for (; g + 2 <= a.group; g += 2) {
-    TileScores<T, 2>(a.lane_query + g * H, rows, g == 0 ? ahead : nullptr, H, s);
-    Store(score + g * stride, s[0]);
-    Store(score + (g + 1) * stride, s[1]);
-  }
-  if (g < a.group) {
-    TileScores<T, 1>(a.lane_query + g * H, rows, g == 0 ? ahead : nullptr, H, s);
-    Store(score + g * stride, s[0]);
-  }
+  ByHeads(a.group, [&](auto heads, int g) {
+    F32x16 s[heads.value];
+    TileScores<T, heads.value>(a.lane_query + g * H, rows, g == 0 ? ahead : nullptr, H, s);
+    for (int x = 0; x < heads.value; ++x) Store(score + (g + x) * stride, s[x]);
+  });
 }
 
 // Key i of the window.
