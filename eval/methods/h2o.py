@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the keys with the largest sum of past attention weights, and recent ones, half of the budget each.
+"""H2O: heavy hitters, the keys with the largest sum of past attention weights, and as many recent ones.
 
 The sum runs over the past queries of the problem and not over the prompt; each query head keeps its own set.
 """

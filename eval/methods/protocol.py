@@ -205,12 +205,17 @@ def attend_to(
     score = scores(problem, query) if score is None else score
     if log_weight is not None:
         score = score + log_weight
-    bytes_read = read.any(0).sum().astype(jnp.float32) * (2 * row) + index_bytes
+    bytes_read = number(read.any(0)) * (2 * row) + index_bytes
     return Outcome(
         output=softmax(score, read) @ problem.values.astype(jnp.float32),
         keys_read=read.sum(-1).astype(jnp.int32),
         bytes_read=jnp.broadcast_to(bytes_read / G, (G,)).astype(jnp.float32),
     )
+
+
+def number(mask: jax.Array) -> jax.Array:
+    """How many entries are True, float32."""
+    return mask.sum().astype(jnp.float32)
 
 
 def row_bytes(problem: Problem) -> int:
