@@ -1,7 +1,8 @@
-"""Problems for the tests of the methods: a random one, and one whose scores are chosen by hand."""
+"""Problems for the tests of the methods: a random one, and hand-made ones whose outputs show what was read."""
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,22 +31,25 @@ def example(n, H=16, T=70):
     return problem, jnp.asarray(1.5 * draw(G, H))
 
 
-def one_hot_problem(scores, window=1, **fields):
-    """A problem whose first query channel gives key i the score scores[i]; value i is the unit vector i, so that the
-    output shows what was read.
-    """
-    scores = np.asarray(scores, np.float32)
-    n = len(scores)
-    keys = np.zeros((n, max(n, 2)), np.float32)
-    keys[:, 0] = scores
-    return Problem(keys=jnp.asarray(keys), values=jnp.eye(n, max(n, 2)), window=window, **fields)
+def by_hand(keys, window=1, past=None, positions=None, **fields):
+    """A problem of given keys [n] or [n, H] at scale 1, whose value i is the unit vector i; past is [T, G, H]."""
+    keys = np.asarray(keys, np.float32)
+    keys = keys[:, None] if keys.ndim == 1 else keys
+    if past is not None:
+        fields |= {"past_queries": jnp.asarray(past, jnp.float32), "past_positions": jnp.asarray(positions, jnp.int32)}
+    return Problem(keys=jnp.asarray(keys), values=jnp.eye(len(keys)), window=window, **fields)
 
 
-def read_by(method, problem, query, budget, index=None, rng=None):
-    """Indices read by each query head: where the output over unit vectors is not zero."""
-    import jax
+def answer(method, problem, query, budget, index=None, seed=0):
+    """The outcome of one step; the index is prepared unless it is given."""
+    rng = jax.random.key(seed)
+    index = jax.jit(method.prepare)(problem, rng) if index is None else index
+    return jax.jit(method.attend)(problem, index, jnp.asarray(query, jnp.float32), budget, rng)
 
-    rng = jax.random.key(0) if rng is None else rng
-    index = method.prepare(problem, rng) if index is None else index
-    output = method.attend(problem, index, jnp.asarray(query, jnp.float32), budget, rng).output
-    return [np.flatnonzero(row).tolist() for row in np.asarray(output)]
+
+def read_by(method, problem, query, budget, index=None, seed=0):
+    """Keys that each query head read: where the output over unit vectors is not zero."""
+    out = answer(method, problem, query, budget, index, seed)
+    keys = [np.flatnonzero(row).tolist() for row in np.asarray(out.output)]
+    assert [len(k) for k in keys] == np.asarray(out.keys_read).tolist()
+    return keys

@@ -64,8 +64,8 @@ def test_reads_no_more_than_it_may(name):
         assert (keys <= N).all()
         if method.budget == "hard":
             assert (keys <= amount).all()
-        # At best all heads of a group read the same rows.
-        assert (np.asarray(out.bytes_read) * G >= keys.max() * 2 * 16 * 2).all()
+        # At best all heads of a group read the same rows, and keys are rebuilt from less than a row.
+        assert (np.asarray(out.bytes_read) * G > keys.max() * 16 * 2).all()
     assert (np.asarray(run(name, few).keys_read) <= np.asarray(run(name, many).keys_read)).all()
 
 
