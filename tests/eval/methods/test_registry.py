@@ -1,5 +1,6 @@
 """What holds for every registered method."""
 
+import dataclasses
 import functools
 
 import chex
@@ -106,3 +107,16 @@ def test_names_are_the_keys():
     for name, method in METHODS.items():
         assert method.name == name
         assert (method.knob is not None) == (method.budget == "none" and name != "dense")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.family != "certified"])
+def test_kv_heads_can_be_mapped(name):
+    method, (problem, query) = METHODS[name], example(N)
+    amount, rng = amounts(method)[0], jax.random.key(0)
+    other = dataclasses.replace(problem, keys=problem.keys[:, ::-1], values=-problem.values)
+    both = jax.tree.map(lambda *x: jnp.stack(x), problem, other)
+    prepare, attend = jax.vmap(method.prepare, (0, None)), jax.vmap(method.attend, (0, 0, None, None, None))
+    out = jax.jit(attend)(both, jax.jit(prepare)(both, jax.random.key(7)), query, amount, rng)
+    alone = run(name, amount)
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x[0], out), alone, rtol=1e-4, atol=1e-5)
