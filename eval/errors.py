@@ -10,6 +10,7 @@ reads (metadata and index included). Methods without a key budget have their kno
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -65,7 +66,7 @@ def problems_of(recorded: Recorded, layers: Sequence[int], rotary: tuple[jax.Arr
         K = cache.shape[1]
         past = recorded.queries[layer, :-1].reshape(T - 1, K, N // K, H)
         for k in range(K):
-            key, value = (_rows(x[0, k, :n], cache.dtype) for x in (cache.key, cache.value))
+            key, value = (rows_of(x[0, k, :n], cache.dtype) for x in (cache.key, cache.value))
             problem = Problem(
                 key, value, jnp.asarray(past[:, k]), jnp.arange(n - T, n - 1, dtype=jnp.int32),
                 layer=jnp.int32(layer), layers=jnp.int32(L), scale=H**-0.5, window=WINDOW,
@@ -78,7 +79,8 @@ def problems_of(recorded: Recorded, layers: Sequence[int], rotary: tuple[jax.Arr
     return Problems(problem, query, output, scale, np.repeat(layers, len(parts) // len(layers)))
 
 
-def _rows(stored: jax.Array, dtype: str) -> jax.Array:
+def rows_of(stored: jax.Array, dtype: str) -> jax.Array:
+    """Keys or values as they are, from how a `KVCache` stores them."""
     return jax.lax.bitcast_convert_type(stored, jnp.bfloat16) if dtype == "bfloat16" else from_storage(stored, dtype)
 
 
@@ -126,10 +128,8 @@ class Measured:
             place = lambda x: float(int(x))
         if cost(few) > limit:
             return None
-        if self.method.family == "oracle" and not self.method.knob or self.method.budget == "hard" and match == "keys":
-            candidate = place(min(limit, many))
-            if match == "keys" and candidate >= few and cost(candidate) <= limit:
-                return candidate
+        if self.method.budget == "hard" and match == "keys" and cost(place(min(limit, many))) <= limit:
+            return place(min(limit, many))
         for _ in range(_BISECTIONS):
             # Costs range over decades: the middle of the logarithms, where there are any.
             middle = place(np.sqrt(few * many) if few > 0 and many > 0 else (few + many) / 2)
@@ -143,9 +143,12 @@ def _over(function: Callable[..., Any], traceable: bool) -> Callable[..., Any]:
     """The function on all problems, one after another."""
     if traceable:
         return _compiled(function)
-    return lambda *args: jax.tree.map(
-        lambda *x: jnp.stack(x), *(function(*jax.tree.map(lambda x: x[i], args)) for i in range(len(args[-1])))
-    )
+
+    def one_by_one(*args):
+        ones = (jax.tree.map(operator.itemgetter(i), args) for i in range(len(args[-1])))
+        return jax.tree.map(lambda *x: jnp.stack(x), *(function(*one) for one in ones))
+
+    return one_by_one
 
 
 @functools.cache

@@ -70,7 +70,14 @@ def tokens(text: Text, tokenizer: Tokenizer, n: int) -> list[int]:
 
 
 def record(
-    model: Llama, ids: list[int], checkpoint: str, *, past: int = PAST, steps: int = STEPS, prefill_dir: str | None = None
+    model: Llama,
+    ids: list[int],
+    checkpoint: str,
+    *,
+    past: int = PAST,
+    steps: int = STEPS,
+    spare: int = 0,
+    prefill_dir: str | None = None,
 ) -> Recorded:
     """Reads tokens with exact attention; the newest past + steps one by one, which gives their queries.
 
@@ -80,12 +87,13 @@ def record(
       checkpoint: as for `demo.prefilled`.
       past: positions recorded before the measured ones.
       steps: measured positions.
+      spare: tokens that the caches can hold beyond these.
       prefill_dir: as for `demo.prefilled`.
 
     Memory: weights and two copies of the caches.
     """
     fed = past + steps
-    start, _ = demo.prefilled(model, ids[:-fed], len(ids), checkpoint, prefill_dir)
+    start, _ = demo.prefilled(model, ids[:-fed], len(ids) + spare, checkpoint, prefill_dir)
     weights, structure = jax.tree.flatten(model.with_attention(_recording))
     caches, queries = start.caches, []
     del start

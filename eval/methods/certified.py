@@ -43,7 +43,12 @@ def attend(problem: Problem, index, query, budget, rng, *, implementation=None, 
     proof = result.certificate
     n, _ = problem.shape
     pool = max(min(n - problem.window, n // BLOCK * BLOCK) - config.sinks, 0)
-    return Outcome(result.output[0, 0], proof.keys_read[0] + (n - pool), proof.bytes_read[0])
+    return Outcome(
+        output=result.output[0, 0],
+        keys_read=proof.keys_read[0] + (n - pool),
+        bytes_read=proof.bytes_read[0],
+        log_normalizer=proof.log_normalizer[0],
+    )
 
 
 def with_options(implementation: str | None = None, config: "certjax.Config | None" = None) -> Method:

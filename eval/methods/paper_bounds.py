@@ -14,7 +14,7 @@ def attend(problem: Problem, index, query, budget, rng) -> Outcome:
     """One step with ε = budget, value measure; all heads of the group share the perturbations.
 
     Bytes: rows read, counted for each head as if no head shared them, and none for the scan that finds candidates,
-    which is not modelled.
+    which is not modelled. No normaliser is told: NaN.
     """
     keys, values = (np.asarray(x.astype(jnp.float32), np.float64) for x in (problem.keys, problem.values))
     window = np.asarray(newest(problem))[0]
@@ -28,6 +28,7 @@ def attend(problem: Problem, index, query, budget, rng) -> Outcome:
         output=jnp.asarray(np.stack([head["output"] for head in heads]), jnp.float32),
         keys_read=jnp.asarray(read, jnp.int32),
         bytes_read=jnp.asarray(2.0 * row_bytes(problem) * read, jnp.float32),
+        log_normalizer=jnp.full(len(heads), jnp.nan, jnp.float32),
     )
 
 

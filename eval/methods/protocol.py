@@ -71,11 +71,13 @@ class Outcome:
       output: float32 [G, H].
       keys_read: int32 [G], keys whose value was read, window and sinks included.
       bytes_read: float32 [G], the head's share of the group's bytes.
+      log_normalizer: float32 [G], ln of the (estimated) softmax denominator, for merging with keys read elsewhere.
     """
 
     output: jax.Array
     keys_read: jax.Array
     bytes_read: jax.Array
+    log_normalizer: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,6 +212,7 @@ def attend_to(
         output=softmax(score, read) @ problem.values.astype(jnp.float32),
         keys_read=read.sum(-1).astype(jnp.int32),
         bytes_read=jnp.broadcast_to(bytes_read / G, (G,)).astype(jnp.float32),
+        log_normalizer=jax.nn.logsumexp(jnp.where(read, score, -jnp.inf), axis=-1),
     )
 
 

@@ -4,6 +4,8 @@ For a group, |q| is summed over its heads to choose channels and approximate wei
 heads read the same.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -45,7 +47,11 @@ def attend(problem: Problem, index, query, budget, rng) -> Outcome:
     index_bytes = (n * channels + H) * problem.keys.dtype.itemsize
     out = attend_to(problem, query, read, index_bytes=index_bytes)
     alpha = jnp.where(read, approximate, 0).sum(-1, keepdims=True)
-    return Outcome(alpha * out.output + (1 - alpha) * index, out.keys_read, out.bytes_read)
+    return dataclasses.replace(
+        out,
+        output=alpha * out.output + (1 - alpha) * index,
+        log_normalizer=out.log_normalizer - jnp.log(jnp.maximum(alpha[:, 0], 1e-30)),
+    )
 
 
 METHOD = Method("sparq", "SparQ", "2312.04985", "selection", prepare, attend)

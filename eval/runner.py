@@ -1,0 +1,392 @@
+"""Runs the evaluation: settings (a text, a length), parts (error, audit, ppl, agreement), rows in a folder.
+
+A run's folder holds `settings.json` and `rows.jsonl`, one line a result, written as soon as it is there: a run that was
+stopped goes on where it stood, and never has a row twice. `certjax report` makes tables and plots of it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import certjax
+from certjax.eval import agreement, audit, divergence, doctor, errors, inputs, rivals, texts
+from certjax.eval.bench_report import processor
+from certjax.eval.methods.registry import METHODS
+from certjax.models import Tokenizer
+from certjax.models.checkpoints import Checkpoint
+from certjax.models.llama import Llama
+
+PARTS = ("error", "audit", "ppl", "agreement")
+ORACLE_SHARES = (0.05, 0.02)  # of the keys: dense, 5 % and 2 % must come in this order, or something is wrong
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+      parts: of `PARTS`.
+      texts: kinds or files.
+      lengths: tokens read, multiples of 64.
+      epsilons: of the error table.
+      layers: layers of the error table, evenly spaced.
+      methods: of the error table.
+      audit_epsilons: of the audit.
+      audit_steps: newest positions audited.
+      audit_delta: δ of the audit, per call and query head.
+      ppl_lengths: lengths (of those above) whose next tokens are predicted.
+      ppl_tokens: how many.
+      ppl_methods: rivals among the predictions.
+      new_tokens: generated for the agreement.
+      seed: of everything random.
+    """
+
+    parts: tuple[str, ...] = PARTS
+    texts: tuple[str, ...] = ("reference", "code", "needles", "prose", "drama")
+    lengths: tuple[int, ...] = (4096, 8192)
+    epsilons: tuple[float, ...] = (0.1, 0.2)
+    layers: int = 6
+    methods: tuple[str, ...] = tuple(METHODS)
+    audit_epsilons: tuple[float, ...] = audit.EPSILONS
+    audit_steps: int = 8
+    audit_delta: float = 1e-3
+    ppl_lengths: tuple[int, ...] = (8192,)
+    ppl_tokens: int = 256
+    ppl_methods: tuple[str, ...] = ("oracle_topk", "streaming_llm", "quest", "vattention_fixed")
+    new_tokens: int = 64
+    seed: int = 0
+
+    def __post_init__(self):
+        """Raises ValueError for what does not exist or is out of range."""
+        for name, known in (("parts", PARTS), ("methods", METHODS), ("ppl_methods", METHODS)):
+            unknown = [x for x in getattr(self, name) if x not in known]
+            if unknown:
+                raise ValueError(f"{name} must be among {', '.join(known)}: got {', '.join(unknown)}")
+        for n in (*self.lengths, *self.ppl_lengths):
+            if n % 64 or n < 512:
+                raise ValueError(f"lengths must be multiples of 64 of at least 512: got {n}")
+        for epsilon in (*self.epsilons, *self.audit_epsilons):
+            certjax.Config(epsilon=epsilon, delta=self.audit_delta)
+        for name in ("layers", "audit_steps", "ppl_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
+        if self.audit_steps > inputs.STEPS:
+            raise ValueError(f"audit_steps must be at most {inputs.STEPS}: got {self.audit_steps}")
+
+
+PRESETS: dict[str, Plan] = {
+    "smoke": Plan(
+        texts=("reference",), lengths=(1024,), epsilons=(0.2,), layers=2,
+        methods=("dense", "certified", "paper", "oracle_topk", "quest", "uniform"), audit_steps=2,
+        ppl_lengths=(1024,), ppl_tokens=32, ppl_methods=("quest",), new_tokens=16,
+    ),
+    "small": Plan(),
+    "full": Plan(
+        texts=("reference", "code", "needles", "prose", "drama", "scripture"), lengths=(8192, 16384, 32768),
+        epsilons=(0.05, 0.1, 0.2, 0.3), layers=30, ppl_lengths=(8192, 32768), ppl_tokens=1024,
+        ppl_methods=tuple(name for name, m in METHODS.items() if m.traceable and m.family != "certified"),
+        new_tokens=256,
+    ),
+}  # fmt: skip
+
+
+class Run:
+    """The folder of a run.
+
+    Args:
+      folder: made if it is not there.
+      settings: what the rows depend on; a folder with other settings is refused.
+
+    Raises:
+      ValueError: the folder holds another run, or something else, or cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], settings: dict[str, Any]):
+        self._file = Path(folder) / "rows.jsonl"
+        kept = Path(folder) / "settings.json"
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            if not kept.exists():
+                if any(Path(folder).iterdir()):
+                    raise ValueError(f"{folder}: is not empty and holds no run; give a new folder")
+                kept.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{folder}: cannot be written: {error.strerror}") from error
+        before = json.loads(kept.read_text(encoding="utf-8"))
+        other = [name for name in settings if before.get(name) != json.loads(json.dumps(settings[name]))]
+        if other:
+            name = other[0]
+            raise ValueError(
+                f"{folder}: holds a run with another {name} ({before.get(name)}, now {settings[name]}); "
+                "give a new folder"
+            )
+        self._mend()
+        self.done = {row["id"] for row in read_rows(folder)} if self._file.exists() else set()
+
+    def _mend(self) -> None:
+        """Drops what a killed run left of a line."""
+        if self._file.exists():
+            data = self._file.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            if whole != data:
+                self._file.write_bytes(whole)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Appends a row; its `id` must be new."""
+        if row["id"] in self.done:
+            raise ValueError(f"row {row['id']} is there already")
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.done.add(row["id"])
+
+
+def read_rows(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a run.
+
+    Raises:
+      ValueError: the folder holds none.
+    """
+    file = Path(folder) / "rows.jsonl"
+    if not file.is_file():
+        raise ValueError(f"{folder}: holds no rows.jsonl; give the folder of a `certjax eval` or `certjax audit` run")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def run(
+    checkpoint: str,
+    folder: str,
+    plan: Plan,
+    *,
+    texts_dir: str | None = None,
+    prefill_dir: str | None = None,
+    say: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Runs what of a plan is not in the folder yet.
+
+    Args:
+      checkpoint: folder made by `certjax convert`, with a tokenizer.
+      folder: of the run.
+      plan: what to run.
+      texts_dir: as for `texts.read`.
+      prefill_dir: as for `demo.prefilled`.
+      say: told a line for each result.
+
+    Returns:
+      All rows of the folder.
+
+    Raises:
+      ValueError: a text, checkpoint or folder that cannot be used, or a length that the text does not have.
+    """
+    loaded, tokenizer = inputs.load(checkpoint)
+    chosen = [texts.read(kind, texts_dir) for kind in plan.texts]
+    facts = dict(doctor.report()) | processor()
+    stamp = {
+        "format": _FORMAT,
+        "model": model_digest(checkpoint),
+        "seed": plan.seed,
+        **{
+            name: facts[name]
+            for name in ("certjax", "jax", "python", "CPU", "ISA level chosen", "threads")
+            if name in facts
+        },
+    }
+    kept = Run(folder, {"plan": dataclasses.asdict(plan), "model": stamp["model"]})
+    longest = max(plan.lengths) + _spare(plan)
+    for text in chosen:
+        inputs.tokens(text, tokenizer, longest)  # fails before anything is measured
+    for text in chosen:
+        for n in plan.lengths:
+            about = {"text": text.kind, "source": text.source, "text_sha256": text.sha256, "n": n}
+            _setting(
+                _Setting(kept, plan, checkpoint, loaded, tokenizer, text, n, about | {"stamp": stamp}, prefill_dir, say)
+            )
+    return read_rows(folder)
+
+
+def model_digest(checkpoint: str) -> str:
+    """Of the manifest, which holds the checksums of the parameters."""
+    return hashlib.sha256((Path(checkpoint) / "manifest.json").read_bytes()).hexdigest()[:16]
+
+
+def _spare(plan: Plan) -> int:
+    """Positions beyond the text that the parts of a plan need, a multiple of 64."""
+    return -(-(max(plan.ppl_tokens, plan.new_tokens) + 1) // 64) * 64
+
+
+@dataclasses.dataclass
+class _Setting:
+    """A text and a length; what it needs is made when it is asked for first."""
+
+    kept: Run
+    plan: Plan
+    checkpoint: str
+    loaded: Checkpoint
+    tokenizer: Tokenizer
+    text: texts.Text
+    n: int
+    about: dict[str, Any]
+    prefill_dir: str | None
+    say: Callable[[str], None]
+    _made: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def get(self, name: str, make: Callable[[], Any]) -> Any:
+        """Makes it once."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens that are read, and those that follow."""
+        return self.get("ids", lambda: inputs.tokens(self.text, self.tokenizer, self.n + _spare(self.plan)))
+
+    @property
+    def model(self) -> Llama:
+        """Its positions reach to what is generated."""
+        return self.get("model", lambda: inputs.model_for(self.loaded, self.n + _spare(self.plan)))
+
+    @property
+    def recorded(self) -> inputs.Recorded:
+        """What the model holds after n tokens."""
+        return self.get(
+            "recorded",
+            lambda: inputs.record(
+                self.model, self.ids[: self.n], self.checkpoint, spare=_spare(self.plan), prefill_dir=self.prefill_dir
+            ),
+        )
+
+    @property
+    def rotary(self):
+        """Cos and sin of positions 0 … n."""
+        tables = self.get("rotary", lambda: self.model.rotary(np.arange(self.n + 1)[None]))
+        return tuple(x.reshape(self.n + 1, -1) for x in tables)
+
+    @property
+    def problems(self) -> errors.Problems:
+        """Of the error table."""
+        last = len(self.recorded.caches) - 1
+        layers = sorted({round(float(x)) for x in np.linspace(0, last, min(self.plan.layers, last + 1))})
+        return self.get("problems", lambda: errors.problems_of(self.recorded, layers, self.rotary))
+
+    def measured(self, name: str) -> errors.Measured:
+        """A method on the problems."""
+        return self.get(f"method {name}", lambda: errors.Measured(METHODS[name], self.problems))
+
+    def limits(self, epsilon: float) -> dict[errors.Match, float]:
+        """Mean keys (times 1.1) and bytes a query head that certified attention reads."""
+        ours = errors.row(self.measured("certified"), epsilon)
+        return {"keys": errors.KEYS_RATIO * ours["keys"], "bytes": ours["bytes"]}
+
+    def missing(self, part: str, *keys: Any) -> Iterator[Callable[[dict[str, Any]], None]]:
+        """Yields, unless it is there already, a function that adds the row with these keys."""
+        name = "/".join(map(str, (part, self.text.kind, self.n, *keys)))
+        if name in self.kept.done:
+            return
+        yield lambda row: self.kept.add({"id": name, "part": part} | self.about | row)
+        self.say(name)
+
+
+def _setting(s: _Setting) -> None:
+    parts = {"error": _errors, "audit": _audits, "ppl": _predictions, "agreement": _agreement}
+    for part in PARTS:
+        if part in s.plan.parts:
+            parts[part](s)
+
+
+def _errors(s: _Setting) -> None:
+    for name in s.plan.methods:
+        method = METHODS[name]
+        for epsilon in s.plan.epsilons:
+            for match in ("keys", "bytes"):
+                if match == "bytes" and (name == "dense" or method.family == "certified"):
+                    continue  # nothing is matched
+                for add in s.missing("error", name, epsilon, match):
+                    measured = s.measured(name)
+                    if name == "dense":
+                        budget = float(s.n)
+                    elif method.family == "certified":
+                        budget = epsilon
+                    else:
+                        budget = measured.budget_for(match, s.limits(epsilon)[match])
+                    found = {"method": name, "title": method.title, "family": method.family, "budget": None}
+                    if budget is not None:
+                        found = errors.row(measured, budget)
+                    add({"epsilon": epsilon, "match": match} | found)
+        if name != "certified":
+            s._made.pop(f"method {name}", None)  # its index
+
+
+def _audits(s: _Setting) -> None:
+    for measure in audit.MEASURES:
+        ids = [f"audit/{s.text.kind}/{s.n}/{measure}/{epsilon}" for epsilon in s.plan.audit_epsilons]
+        if all(name in s.kept.done for name in ids):
+            continue
+        rows = audit.audit(
+            s.recorded, measure, epsilons=s.plan.audit_epsilons, delta=s.plan.audit_delta, steps=s.plan.audit_steps,
+            seed=s.plan.seed,
+        )  # fmt: skip
+        for row in rows:
+            for add in s.missing("audit", measure, row["epsilon"]):
+                add(row)
+
+
+def _predictions(s: _Setting) -> None:
+    if s.n not in s.plan.ppl_lengths:
+        return
+    tail = s.ids[s.n : s.n + s.plan.ppl_tokens + 1]
+    config = s.model.config
+    delta = certjax.delta_per_call(0.01, heads=config.num_heads, layers=config.num_layers, steps=len(tail))
+
+    def feed(attention, hints=None, **options):
+        promise = certjax.Config(delta=delta, **options)
+        return divergence.predictions(
+            s.model, attention, s.recorded.caches, hints, tail, config=promise, seed=s.plan.seed
+        )
+
+    dense = lambda: s.get("dense predictions", lambda: feed("dense"))[0]
+    for add in s.missing("ppl", "dense"):
+        add({"method": "dense"} | divergence.row(*s.get("dense predictions", lambda: feed("dense")), dense(), tail[1:]))
+    for epsilon in s.plan.epsilons:
+        for always in (True, False):
+            name = "certified, always sampled" if always else "certified"
+            for add in s.missing("ppl", name, epsilon):
+                found = feed("certified", epsilon=epsilon, always_sample=always)
+                add({"method": name, "epsilon": epsilon} | divergence.row(*found, dense(), tail[1:]))
+    for name in s.plan.ppl_methods:
+        for epsilon in s.plan.epsilons:
+            for add in s.missing("ppl", name, epsilon):
+                method = METHODS[name]
+                budget = s.measured(name).budget_for("keys", s.limits(epsilon)["keys"])
+                if budget is None:
+                    add({"method": name, "epsilon": epsilon, "perplexity": None})
+                    continue
+                hints = rivals.make_indexes(method, s.recorded, s.rotary, budget)
+                found = feed(rivals.RivalAttention(method), hints)
+                add({"method": name, "epsilon": epsilon, "budget": budget} | divergence.row(*found, dense(), tail[1:]))
+
+    oracle = METHODS["oracle_topk"]
+    for share in ORACLE_SHARES:
+        for add in s.missing("ppl", f"oracle {share:.0%}"):
+            hints = rivals.make_indexes(oracle, s.recorded, s.rotary, round(share * s.n))
+            found = feed(rivals.RivalAttention(oracle), hints)
+            add({"method": f"oracle_topk, {share:.0%} of the keys"} | divergence.row(*found, dense(), tail[1:]))
+
+
+def _agreement(s: _Setting) -> None:
+    if s.n not in s.plan.ppl_lengths:
+        return
+    for mode, temperature in agreement.MODES.items():
+        for epsilon in s.plan.epsilons:
+            for add in s.missing("agreement", mode, epsilon):
+                row = agreement.compare(
+                    s.model, s.recorded, s.ids[s.n], epsilon=epsilon, temperature=temperature,
+                    new_tokens=s.plan.new_tokens, seed=s.plan.seed,
+                )  # fmt: skip
+                add({"mode": mode, "epsilon": epsilon} | row)
