@@ -40,7 +40,7 @@ class Problem:
       sin: the same.
       layer: index of the layer, from 0.
       layers: number of layers.
-      scale: factor on q · k before the softmax (static).
+      scale: factor on q · k before the softmax, 1/√H in most models (static).
       window: newest keys that are always read (static).
     """
 

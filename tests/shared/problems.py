@@ -9,6 +9,14 @@ import numpy as np
 from certjax.eval.methods import Problem
 
 G = 2
+# Compiling is most of these tests' time, and this halves it.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def compiled(method):
+    """The method's (prepare, attend)."""
+    return (jit(method.prepare), jit(method.attend)) if method.traceable else (method.prepare, method.attend)
 
 
 @functools.cache
@@ -43,8 +51,9 @@ def by_hand(keys, window=1, past=None, positions=None, **fields):
 def answer(method, problem, query, budget, index=None, seed=0):
     """The outcome of one step; the index is prepared unless it is given."""
     rng = jax.random.key(seed)
-    index = jax.jit(method.prepare)(problem, rng) if index is None else index
-    return jax.jit(method.attend)(problem, index, jnp.asarray(query, jnp.float32), budget, rng)
+    prepare, attend = compiled(method)
+    index = prepare(problem, rng) if index is None else index
+    return attend(problem, index, jnp.asarray(query, jnp.float32), budget, rng)
 
 
 def read_by(method, problem, query, budget, index=None, seed=0):

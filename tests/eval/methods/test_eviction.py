@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from certjax.eval.methods import METHODS
-from tests.shared.problems import answer, by_hand, read_by
+from tests.shared.problems import answer, by_hand, compiled, read_by
 
 # One channel; a past query +1 weights the keys 1, 2, 4, 1, 1, 1, and −1 weights them 1, ½, ¼, 1, 1, 1.
 KEYS = np.log([1.0, 2, 4, 1, 1, 1])
@@ -82,8 +82,8 @@ def test_expected_attention_is_the_gaussian_mean_of_the_weights():
         covariance = mean_rotation @ np.cov(plain[:, head].T) @ mean_rotation.T
         weight = np.exp(keys @ mean + 0.5 * np.einsum("ni,ij,nj->n", keys, covariance, keys))
         total += weight / weight.sum() / 2
-    index = METHODS["expected_attention"].prepare(problem, None)
+    index = compiled(METHODS["expected_attention"])[0](problem, None)
     chex.assert_trees_all_close(np.asarray(index)[0], total.astype(np.float32), rtol=1e-4)
     best = sorted(np.argsort(-total[4:-1])[:5] + 4)  # 4 sinks and the window are there anyway
     want = [0, 1, 2, 3, *map(int, best), n - 1]
-    assert read_by(METHODS["expected_attention"], problem, np.ones((2, H)), 10) == [want] * 2
+    assert read_by(METHODS["expected_attention"], problem, np.ones((2, H)), 10, index) == [want] * 2

@@ -11,7 +11,7 @@ import pytest
 
 from certjax.eval.methods import METHODS, Problem
 from certjax.eval.methods.protocol import check
-from tests.shared.problems import G, example
+from tests.shared.problems import G, compiled, example, jit
 
 BUDGETS = (96, 203)
 N = 300
@@ -23,14 +23,8 @@ APPROXIMATE = ("pyramidkv", "shadowkv", "vattention_asis", "vattention_fixed")
 def run(name, budget, seed=0):
     method, problem, query = METHODS[name], *example(N)
     check(method, problem, budget)
-    prepare, attend = compiled(name)
+    prepare, attend = compiled(method)
     return attend(problem, prepare(problem, jax.random.key(7)), query, budget, jax.random.key(seed))
-
-
-@functools.cache
-def compiled(name):
-    method = METHODS[name]
-    return (jax.jit(method.prepare), jax.jit(method.attend)) if method.traceable else (method.prepare, method.attend)
 
 
 def amounts(method):
@@ -73,7 +67,7 @@ def test_reads_no_more_than_it_may(name):
 @each_method
 def test_same_key_same_result(name):
     method = METHODS[name]
-    prepare, attend = compiled(name)
+    prepare, attend = compiled(method)
     problem, query = example(N)
     amount = amounts(method)[1]
     again = attend(problem, prepare(problem, jax.random.key(7)), query, amount, jax.random.key(0))
@@ -117,6 +111,6 @@ def test_kv_heads_can_be_mapped(name):
     other = dataclasses.replace(problem, keys=problem.keys[:, ::-1], values=-problem.values)
     both = jax.tree.map(lambda *x: jnp.stack(x), problem, other)
     prepare, attend = jax.vmap(method.prepare, (0, None)), jax.vmap(method.attend, (0, 0, None, None, None))
-    out = jax.jit(attend)(both, jax.jit(prepare)(both, jax.random.key(7)), query, amount, rng)
+    out = jit(attend)(both, jit(prepare)(both, jax.random.key(7)), query, amount, rng)
     alone = run(name, amount)
     chex.assert_trees_all_close(jax.tree.map(lambda x: x[0], out), alone, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ import numpy as np
 import scipy.stats
 
 from certjax.eval.methods import METHODS, hashes, magicpig, vattention
-from tests.shared.problems import answer, by_hand
+from tests.shared.problems import answer, by_hand, compiled, jit
 
 
 def test_uniform_weights_are_n_over_m():
@@ -24,7 +24,7 @@ def test_uniform_weights_are_n_over_m():
 def test_uniform_is_unbiased():
     problem = by_hand(np.zeros(40), window=8)
     attend = lambda seed: METHODS["uniform"].attend(problem, (), jnp.zeros((1, 1)), 20, jax.random.key(seed)).output[0]
-    mean = np.asarray(jax.jit(jax.vmap(attend))(jnp.arange(3000))).mean(0)
+    mean = np.asarray(jit(jax.vmap(attend))(jnp.arange(3000))).mean(0)
     # A share of 1/40 each; standard error (1/40) √((32/12 − 1) / 3000).
     assert np.abs(mean * 40 - 1).max() < 4.5 * np.sqrt((32 / 12 - 1) / 3000)
 
@@ -45,8 +45,8 @@ def test_magicpig_reads_with_the_stated_probability():
         own, codes = hashes.buckets(planes, jnp.asarray(query)), hashes.buckets(planes, jnp.asarray(keys))
         return magicpig.collisions(codes, own, jnp.int32(tables))[0] >= 2
 
-    hits = np.asarray(jax.jit(lambda: jax.lax.map(twice, jnp.arange(draws)))()).sum(0)
-    u = np.asarray(magicpig.inclusion(jnp.asarray(cosine, jnp.float32), jnp.int32(tables)), np.float64)
+    hits = np.asarray(jit(lambda: jax.lax.map(twice, jnp.arange(draws)))()).sum(0)
+    u = np.asarray(jit(magicpig.inclusion)(jnp.asarray(cosine, jnp.float32), jnp.int32(tables)), np.float64)
     x = (1 - np.arccos(cosine) / np.pi) ** 10
     chex.assert_trees_all_close(u, 1 - (1 - x) ** 19 * (1 - x + 20 * x), rtol=2e-3)
     for count, probability in zip(hits, u, strict=True):
@@ -60,11 +60,11 @@ def test_magicpig_weighs_by_the_inverse_probability():
     problem = by_hand(keys, window=2)
     query = rng.standard_normal((1, 4))
     method = METHODS["magicpig"]
-    index = method.prepare(problem, jax.random.key(0))
-    out = method.attend(problem, index, jnp.asarray(query, jnp.float32), 150, jax.random.key(0))
+    index = compiled(method)[0](problem, jax.random.key(0))
+    out = answer(method, problem, query, 150, index)
     certain = np.isin(np.arange(60), [0, 1, 2, 3, 58, 59])
-    own = hashes.buckets(index[0], jnp.asarray(query, jnp.float32))
-    read = (np.asarray(index[1])[:150] == np.asarray(own)[:150]).sum(0) >= 2
+    own = (np.asarray(index[0]) @ query[0] >= 0) @ 2 ** np.arange(10)
+    read = (np.asarray(index[1])[:150] == own[:150, None]).sum(0) >= 2
     centred = keys - keys.mean(0)
     cosine = centred @ query[0] / np.linalg.norm(centred, axis=1) / np.linalg.norm(query)
     x = (1 - np.arccos(cosine) / np.pi) ** 10
@@ -80,13 +80,13 @@ def test_vattention_sample_size():
     exact = jnp.asarray([[True, True, False, False, False, False]])
     base = jnp.asarray([[False, False, True, False, True, False]])
     # Base 0.1 and 0.3: mean 0.2, deviation √0.02; D̂ = 1.5 + 4 · 0.2; b = (1.64485 · √0.02 · 4 / (0.05 · 2.3))² = 65.46.
-    assert vattention.sample_size(weight, exact, base, jnp.int32(4)).tolist() == [[66]]
+    assert jit(vattention.sample_size)(weight, exact, base, jnp.int32(4)).tolist() == [[66]]
 
 
 def test_vattention_draws():
     pool = jnp.asarray([[False] * 10 + [True] * 50 + [False] * 4])
     seeds = jnp.arange(2000)
-    draw = lambda f: np.asarray(jax.vmap(lambda s: f(jax.random.key(s), pool, 64)[0])(seeds))[:, 10:60]
+    draw = lambda f: np.asarray(jit(jax.vmap(lambda s: f(jax.random.key(s), pool, 64)[0]))(seeds))[:, 10:60]
     order = draw(vattention._draws_without)
     assert (np.sort(order, -1) == np.arange(50)).all()
     hit = draw(vattention._draws_with_replacement) < 30
