@@ -1,10 +1,11 @@
-"""Tiny GGUF files with known content, for the tests of the readers."""
+"""Tiny GGUF files with known content, for the tests of the readers; quick compilation."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
@@ -140,3 +141,14 @@ def write_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Writte
     folder = tmp_path_factory.mktemp("gguf")
     count = iter(range(10**6))
     return lambda *args, **options: _write(folder / f"{next(count)}.gguf", *args, **options)
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(request):
+    """Fewer optimisations in fast tests, for tiny models take far longer to compile than to run; slow tests see what
+    users get.
+    """
+    quick = request.node.get_closest_marker("slow") is None
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
