@@ -221,7 +221,7 @@ def _load_params(path: Path, abstract: dict[str, Any], progress: Progress | None
     with context:
         for key, leaf in leaves.items():
             part[key] = leaf
-            if sum(map(_nbytes, part.values())) > max(total // 16, 64 << 20) or len(params) + len(part) == len(leaves):
+            if sum(map(_nbytes, part.values())) > max(total // 16, 16 << 20) or len(params) + len(part) == len(leaves):
                 params |= traverse_util.flatten_dict(ocp.load(path, traverse_util.unflatten_dict(part)))
                 part.clear()
                 if progress:
