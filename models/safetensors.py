@@ -110,9 +110,7 @@ def _places(file: Path) -> dict[str, int]:
     return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
-def _read(
-    file: Path, name: str, offset: int, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype
-) -> np.ndarray:
+def _read(file: Path, name: str, offset: int, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype) -> np.ndarray:
     """Read in parts, not mapped: neither pages of the file nor a second copy of the tensor is held beside the result."""
     out = np.empty(math.prod(shape), dtype)
     with file.open("rb") as stream:

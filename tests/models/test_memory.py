@@ -87,4 +87,3 @@ def test_peak(tmp_path, write, kind):
         done = subprocess.run([sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert size < int(done.stdout) < 1.3 * size, int(done.stdout) / size
-        print(int(done.stdout)/size)
