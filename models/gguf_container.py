@@ -173,13 +173,13 @@ class _Cursor:
             self.fail(f"tensor {name!r} has {rank} axes, expected 1 to 4")
         shape = tuple(self.scalar("<u8") for _ in range(rank))[::-1]
         kind = self.scalar("<u4")
-        if kind not in _readable_types():
+        if kind not in readable_types():
             label = GGMLQuantizationType(kind).name if kind in set(GGMLQuantizationType) else str(kind)
-            supported = ", ".join(t.name for t in _readable_types().values())
+            supported = ", ".join(t.name for t in readable_types().values())
             raise ValueError(
                 f"{self.path}: tensor {name!r} is of type {label}, which cannot be read; supported: {supported}"
             )
-        quantization = _readable_types()[kind]
+        quantization = readable_types()[kind]
         block, block_bytes = GGML_QUANT_SIZES[quantization]
         if min(shape) < 1 or shape[-1] % block:
             self.fail(f"tensor {name!r} has shape {shape}, expected positive sizes and rows of whole blocks of {block}")
@@ -187,7 +187,7 @@ class _Cursor:
 
 
 @functools.cache
-def _readable_types() -> dict[int, GGMLQuantizationType]:
+def readable_types() -> dict[int, GGMLQuantizationType]:
     """The block formats that the gguf package can dequantise, found by trying a block of zeros."""
     readable = {}
     for kind in GGMLQuantizationType:

@@ -111,7 +111,7 @@ def _places(file: Path) -> dict[str, int]:
 
 
 def _read(file: Path, name: str, offset: int, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype) -> np.ndarray:
-    """Read in parts, not mapped: neither pages of the file nor a second copy of the tensor is held beside the result."""
+    """Read in parts, not mapped: no pages of the file and no second copy of the tensor are held beside the result."""
     out = np.empty(math.prod(shape), dtype)
     with file.open("rb") as stream:
         stream.seek(offset)

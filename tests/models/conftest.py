@@ -69,6 +69,21 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows[order]
 
 
+def llama3_factors(head_dim, theta, factor, low=1.0, high=4.0, original=8192):
+    """After the definition: long waves are divided by `factor`, short ones by 1, and between on a line in 1 / λ."""
+    factors = []
+    for i in range(head_dim // 2):
+        wave = 2 * np.pi * theta ** (2 * i / head_dim)
+        if wave < original / high:
+            factors.append(1.0)
+        elif wave > original / low:
+            factors.append(factor)
+        else:
+            share = (original / wave - low) / (high - low)
+            factors.append(1 / ((1 - share) / factor + share))
+    return np.array(factors, np.float32)
+
+
 def _write(
     path: Path,
     arch: str = "llama",
