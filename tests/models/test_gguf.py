@@ -22,6 +22,7 @@ def whole(path):
     return source, params_from_tensors(config, source.tensors, np.float32)
 
 
+# Pitfalls 19 and 23.
 @pytest.mark.parametrize(
     ("arch", "head_dim", "tied"), [("llama", 16, False), ("llama", 32, True), ("qwen2", 16, True), ("qwen3", 32, False)]
 )

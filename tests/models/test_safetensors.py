@@ -68,6 +68,7 @@ def test_one_file_of_another_name(folder):
     assert len(read_safetensors(folder).tensors) == len(load_file(folder / "weights.safetensors"))
 
 
+# Pitfall 22.
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
 def test_dtypes(tmp_path, dtype):
     truth = np.arange(-4, 4).reshape(2, 4).astype(dtype)
