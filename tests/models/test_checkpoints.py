@@ -247,8 +247,8 @@ def test_progress_ends_at_all(tmp_path):
     for seen in (saved, loaded):
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert seen[-1] == (48, 48)
-        assert any(0 < done < 24 for done, _ in seen)
-    assert {done for done, _ in loaded} >= {24, 42}  # the first part of what is loaded for good
+    assert any(0 < done < 24 for done, _ in loaded)  # checksums
+    assert len({done for done, _ in loaded if done > 24}) > 1  # parts of what is loaded for good
 
 
 @pytest.mark.parametrize("call", ["is_dir", "exists"])

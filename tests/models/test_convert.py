@@ -91,6 +91,23 @@ def test_fingerprint_tells_files_apart(tmp_path):
     assert prints[0] == prints[2] != prints[1]
 
 
+# Pitfall 20: an output projection that is absent, present, or present and another than the flag says.
+def test_tied_embeddings_in_files(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "qwen2", source)
+    embedding = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    absent = convert(source, tmp_path / "absent")
+    change_tensors(source, lambda tensors: tensors.update({"lm_head.weight": embedding}))
+    present = convert(source, tmp_path / "present", check=source / "golden.npz")
+    assert present.parameters == absent.parameters
+    change_tensors(source, lambda tensors: tensors.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs.*set tie_word_embeddings to false"):
+        convert(source, tmp_path / "other")
+    change_config(source, tie_word_embeddings=False)
+    separate = convert(source, tmp_path / "separate")
+    assert separate.parameters == absent.parameters + embedding.size
+
+
 def change_config(folder, **fields):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))
