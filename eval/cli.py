@@ -35,13 +35,12 @@ def _convert(args: argparse.Namespace) -> None:
             stack.close()  # ends the line of the stage before
             return stack.enter_context(Progress(stage))
 
+        def progress(stage: str, done: int, total: int) -> None:
+            if total >= 200 or not stage.endswith("MB"):  # fewer megabytes take no time
+                line(stage)(done, total)
+
         summary = convert(
-            args.src,
-            args.dst,
-            dtype=args.dtype,
-            overwrite=args.overwrite,
-            check=args.check,
-            progress=lambda stage, done, total: line(stage)(done, total),
+            args.src, args.dst, dtype=args.dtype, overwrite=args.overwrite, check=args.check, progress=progress
         )
     for message in summary.messages:
         print(f"note: {message}", file=sys.stderr)

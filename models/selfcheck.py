@@ -131,6 +131,8 @@ def check_logits(
     largest: dict[str, float] = {}
     where: dict[str, str] = {}
     apart = set()
+    if progress:
+        progress(0, len(fingerprint.prompts))
     for done, prompt in enumerate(fingerprint.prompts):
         logits = _logits(params, config, prompt)
         for answer in prompt.answers:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import chex
@@ -183,3 +185,17 @@ def test_what_is_not_a_model(tmp_path, write_gguf):
     convert(tmp_path / "q.gguf", tmp_path / "done")
     with pytest.raises(ValueError, match=r"already a certjax checkpoint; open it with"):
         open_source(tmp_path / "done")
+
+
+def test_the_command(tmp_path):
+    code = "import sys; from certjax.eval import cli; cli.main(sys.argv)"
+    for reference, status in (("llama2", 0), ("llama31", 1)):
+        words = ["convert", GOLDEN / "llama2", tmp_path / reference, "--check", GOLDEN / reference / "golden.npz"]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == status, done.stderr
+        assert "checking prompts: 4/4" in done.stderr
+        assert ("logits are those of" in done.stderr) == (status == 0)
+        assert ("logits differs by up to" in done.stderr.splitlines()[-1]) == (status == 1)
+    assert sorted(os.listdir(tmp_path)) == ["llama2"]
