@@ -107,7 +107,8 @@ def save(
 
 @contextlib.contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """A name beside `path` for a checkpoint to be made; it becomes `path` at the end, and is gone after an error.
+    """A name beside `path` for a checkpoint to be made; at the end it takes the place of `path` (which `check_target`
+    has allowed), and it is gone after an error.
 
     Raises:
       ValueError: it cannot be written.

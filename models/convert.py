@@ -130,7 +130,8 @@ def convert(
         return None if progress is None else functools.partial(progress, stage)
 
     tensors = _read_as(source.tensors, np.dtype(dtype), during("reading tensors"))
-    params = params_from_tensors(config, tensors, np.dtype(dtype))
+    with _reading(Path(src)):
+        params = params_from_tensors(config, tensors, np.dtype(dtype))
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     digest = _fingerprint(source.files, during("hashing MB"))
     messages = source.messages

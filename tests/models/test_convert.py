@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import chex
@@ -17,6 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
+from certjax.eval import cli
 from certjax.models import checkpoints
 from certjax.models.convert import convert, open_source
 from certjax.models.llama.config import LlamaConfig
@@ -187,15 +186,12 @@ def test_what_is_not_a_model(tmp_path, write_gguf):
         open_source(tmp_path / "done")
 
 
-def test_the_command(tmp_path):
-    code = "import sys; from certjax.eval import cli; cli.main(sys.argv)"
+def test_the_command(tmp_path, capsys):
     for reference, status in (("llama2", 0), ("llama31", 1)):
         words = ["convert", GOLDEN / "llama2", tmp_path / reference, "--check", GOLDEN / reference / "golden.npz"]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == status, done.stderr
-        assert "checking prompts: 4/4" in done.stderr
-        assert ("logits are those of" in done.stderr) == (status == 0)
-        assert ("logits differs by up to" in done.stderr.splitlines()[-1]) == (status == 1)
-    assert sorted(os.listdir(tmp_path)) == ["llama2"]
+        assert cli._main(cli._parser().parse_args([str(word) for word in words])) == status
+        errors = capsys.readouterr().err
+        assert "checking prompts: 4/4" in errors
+        assert ("logits are those of" in errors) == (status == 0)
+        assert ("logits differs by up to" in errors.splitlines()[-1]) == (status == 1)
+    assert os.listdir(tmp_path) == ["llama2"]
