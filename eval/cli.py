@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import contextlib
+import functools
 import io
 import json
 import sys
@@ -28,8 +30,20 @@ def _convert(args: argparse.Namespace) -> None:
     from certjax.eval.progress import Progress
     from certjax.models import convert
 
-    with Progress("reading tensors") as progress:
-        summary = convert(args.src, args.dst, dtype=args.dtype, overwrite=args.overwrite, progress=progress)
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def line(stage: str) -> Progress:
+            stack.close()  # ends the line of the stage before
+            return stack.enter_context(Progress(stage))
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if total >= 200 or not stage.endswith("MB"):  # fewer megabytes take no time
+                line(stage)(done, total)
+
+        summary = convert(
+            args.src, args.dst, dtype=args.dtype, overwrite=args.overwrite, check=args.check, progress=progress
+        )
     for message in summary.messages:
         print(f"note: {message}", file=sys.stderr)
     print(f"{summary.target}: {summary.model_type}, {summary.parameters / 1e6:.1f} M parameters in {summary.dtype}")
@@ -124,6 +138,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters (%(default)s)"
     )
     command.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
+    command.add_argument(
+        "--check",
+        metavar="FINGERPRINT",
+        help="reference logits (.npz or JSON) that the checkpoint must have, or it is not kept; "
+        "`python -m pydoc certjax.models.selfcheck` says what they look like",
+    )
     command.set_defaults(run=_convert)
 
     command = commands.add_parser(

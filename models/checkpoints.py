@@ -6,26 +6,32 @@ This is the one file that imports Orbax. It uses the V1 API, which lives under a
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import logging
 import os
 import shutil
+import sys
+import threading
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 from jax.typing import DTypeLike
 from orbax.checkpoint import v1 as ocp
 
-from certjax.models.source import read_json
+from certjax.models.source import read_blocks, read_json
 
 FORMAT_VERSION = 1
 _PARAMS, _MANIFEST = "params", "manifest.json"
+
+Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +62,7 @@ def save(
     fingerprint: str | None = None,
     *,
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> None:
     """Writes a checkpoint: all of it or nothing.
 
@@ -69,6 +76,8 @@ def save(
       tokenizer_config: JSON object.
       fingerprint: says where the parameters came from.
       overwrite: replace a checkpoint that is there. Anything else there is never replaced.
+      progress: called now and then, from any thread, with the megabytes (10⁶ bytes) that are done and all of them; each
+        is written, then read for its checksum.
 
     Raises:
       ValueError: `path` is taken or cannot be written, a key is not a string, or there are no parameters.
@@ -78,28 +87,49 @@ def save(
     if not keys or not all(isinstance(key, str) and key for key in keys):
         wrong = sorted(repr(key) for key in keys if not isinstance(key, str) or not key) or "nothing"
         raise ValueError(f"params: expected nested dicts with string keys and arrays, got {wrong}")
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    try:
+    with staged(path) as temporary:
         temporary.mkdir()
-        _save_params(temporary / _PARAMS, jax.tree.map(np.asarray, params))
+        arrays = jax.tree.map(np.asarray, params)
+        written, summed = _halves(progress)
+        with _watching(temporary / _PARAMS, sum(a.nbytes for a in jax.tree.leaves(arrays)), written):
+            _save_params(temporary / _PARAMS, arrays)
         files = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokenizer_config}
         files["manifest"] = {
             "format_version": FORMAT_VERSION,
             "fingerprint": fingerprint,
-            "crc32": _checksums(temporary / _PARAMS),
+            "crc32": _checksums(temporary / _PARAMS, summed),
         }
         for name, content in files.items():
             if content is not None:
                 text = json.dumps(content, indent=1, ensure_ascii=False)
                 (temporary / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """A name beside `path` for a checkpoint to be made; at the end it takes the place of `path` (which `check_target`
+    has allowed), and it is gone after an error.
+
+    Raises:
+      ValueError: it cannot be written.
+    """
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    try:
+        yield temporary
         _put(temporary, path)
-    except (OSError, RuntimeError) as error:  # TensorStore reports a full disk as the latter
+    except OSError as error:
         raise ValueError(f"{path}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, sharding: Any = None) -> Checkpoint:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    sharding: Any = None,
+    progress: Progress | None = None,
+) -> Checkpoint:
     """Reads a checkpoint, on however many devices, whatever it was saved on.
 
     Args:
@@ -107,6 +137,8 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, shardi
       dtype: dtype of the parameters; None keeps theirs.
       sharding: where to put them: one `jax.sharding.Sharding`, or a nested dict of them like the parameters; None
         puts them on the first device.
+      progress: called with the megabytes (10⁶ bytes) that are done and all of them; each is read for its checksum, then
+        for good.
 
     Raises:
       ValueError: no checkpoint there, it is damaged, it is of a newer format, or `sharding` does not fit.
@@ -121,7 +153,8 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, shardi
             f"{path}: checkpoint format {version!r}, expected {FORMAT_VERSION}; upgrade certjax or convert again"
         )
     config, tokenizer_config = read_json(path / "config.json"), read_json(path / "tokenizer_config.json")
-    stated, found = manifest.get("crc32"), _checksums(path / _PARAMS)
+    summed, read = _halves(progress)
+    stated, found = manifest.get("crc32"), _checksums(path / _PARAMS, summed)
     if config is None or tokenizer_config is None or not found or found != stated:
         known = stated if isinstance(stated, dict) else {}
         wrong = [f"{_PARAMS}/{name}" for name in sorted(known.keys() | found) if known.get(name) != found.get(name)]
@@ -131,7 +164,7 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None, shardi
         )
     with _no_database_warnings():
         abstract = _abstract(ocp.metadata(path / _PARAMS).metadata, dtype, sharding)
-        params = ocp.load(path / _PARAMS, abstract)
+        params = _load_params(path / _PARAMS, abstract, read)
     return Checkpoint(params, config, read_json(path / "tokenizer.json"), tokenizer_config, manifest.get("fingerprint"))
 
 
@@ -150,18 +183,18 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
       ValueError: it cannot.
     """
     path = Path(path).absolute()
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: the folder {path.parent} does not exist; make it first")
-    if path.exists() and not (overwrite and is_checkpoint(path)):
-        remedy = "it is not a certjax checkpoint"
-        if is_checkpoint(path):
-            remedy = "give overwrite=True (--overwrite on the command line) to replace it"
-        raise ValueError(f"{path}: already exists; {remedy}, or choose another name")
     probe = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: the folder {path.parent} does not exist; make it first")
+        if path.exists() and not (overwrite and is_checkpoint(path)):
+            remedy = "it is not a certjax checkpoint"
+            if is_checkpoint(path):
+                remedy = "give overwrite=True (--overwrite on the command line) to replace it"
+            raise ValueError(f"{path}: already exists; {remedy}, or choose another name")
         probe.mkdir()
         probe.rmdir()
-    except OSError as error:
+    except OSError as error:  # names too long, folders that may not be searched
         raise ValueError(f"{path}: cannot be written: {error}") from None
     return path
 
@@ -173,8 +206,71 @@ def _save_params(path: Path, params: dict[str, Any]) -> None:
     context.array_options.saving.use_compression = False  # slow, and spares little of real weights
     context.memory_options.deepcopy_host_arrays = False
     context.memory_options.write_concurrent_bytes = 64 << 20
-    with _no_database_warnings(), context:
-        ocp.save(path, params)
+    try:
+        with _no_database_warnings(), context:
+            ocp.save(path, params)
+    except RuntimeError as error:  # what TensorStore makes of a full disk
+        raise OSError(str(error)) from error
+
+
+def _load_params(path: Path, abstract: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
+    """In parts: Orbax holds what it reads twice for a while."""
+    context = ocp.Context()
+    context.pytree_options.loading.partial_load = True
+    leaves = traverse_util.flatten_dict(abstract)
+    total = sum(_nbytes(leaf) for leaf in leaves.values())
+    params: dict[tuple[str, ...], jax.Array] = {}
+    part: dict[tuple[str, ...], Any] = {}
+    with context:
+        for key, leaf in leaves.items():
+            part[key] = leaf
+            if sum(map(_nbytes, part.values())) > max(total // 16, 16 << 20) or len(params) + len(part) == len(leaves):
+                params |= traverse_util.flatten_dict(ocp.load(path, traverse_util.unflatten_dict(part)))
+                part.clear()
+                _return_freed_memory()
+                if progress:
+                    progress(sum(a.nbytes for a in params.values()) // 10**6, total // 10**6)
+    return traverse_util.unflatten_dict(params)
+
+
+def _return_freed_memory() -> None:
+    """The C library keeps what Orbax's threads have freed: up to a third of the model."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc
+        trim(0)
+
+
+def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize
+
+
+def _halves(progress: Progress | None) -> tuple[Progress | None, Progress | None]:
+    """`progress` for each of two passes over the same bytes."""
+    if progress is None:
+        return None, None
+    return lambda done, total: progress(done, 2 * total), lambda done, total: progress(total + done, 2 * total)
+
+
+@contextlib.contextmanager
+def _watching(folder: Path, total: int, progress: Progress | None) -> Iterator[None]:
+    """Tells `progress` twice a second how large the files in `folder` are: Orbax itself does not say."""
+    if progress is None:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.5):
+            with contextlib.suppress(OSError):  # files come and go
+                size = sum(file.stat().st_size for file in folder.parent.rglob("*") if file.is_file())
+                progress(min(size, total) // 10**6, total // 10**6)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _put(new: Path, path: Path) -> None:
@@ -207,16 +303,13 @@ def _no_database_warnings() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def _checksums(folder: Path) -> dict[str, int]:
+def _checksums(folder: Path, progress: Progress | None = None) -> dict[str, int]:
     """CRC-32 of every file. The array files have no checksum of their own, and Orbax is noisy about damage."""
-    checksums = {}
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-        value = 0
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                value = zlib.crc32(block, value)
-        checksums[file.relative_to(folder).as_posix()] = value
-    return checksums
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    values = dict.fromkeys(files, 0)
+    for file, block in read_blocks(files, progress):
+        values[file] = zlib.crc32(block, values[file])
+    return {file.relative_to(folder).as_posix(): value for file, value in values.items()}
 
 
 def _abstract(stored: Any, dtype: DTypeLike | None, sharding: Any) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from typing import Literal
 import jax
 import numpy as np
 
-from certjax.models import checkpoints
+from certjax.models import checkpoints, selfcheck
 from certjax.models.gguf import read_gguf
 from certjax.models.gguf_container import MAGIC
 from certjax.models.llama.config import LlamaConfig
 from certjax.models.llama.params import params_from_tensors
 from certjax.models.safetensors import read_safetensors
-from certjax.models.source import LazyTensor, Source
+from certjax.models.source import LazyTensor, Source, read_blocks
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -88,7 +88,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
 
 
 def convert(
@@ -97,7 +97,8 @@ def convert(
     *,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    check: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> ConversionSummary:
     """Converts a downloaded model of the Llama family. Peak memory is about the size of the converted parameters.
 
@@ -109,24 +110,48 @@ def convert(
       dst: the new checkpoint's folder.
       dtype: dtype of the parameters.
       overwrite: replace a checkpoint at `dst`.
-      progress: called with (tensors read, all tensors) as they are read.
+      check: a file of reference logits (`certjax.models.selfcheck`). The checkpoint is read back and must have them, or
+        it is not kept; a message says how well it does.
+      progress: called with what is being done, how much of it is done, and how much there is.
 
     Raises:
       ValueError: the source is damaged, of an unsupported kind, or has missing, unused or wrongly shaped tensors;
-        a value does not fit `dtype`; `dst` is taken or cannot be written. Nothing is left behind at `dst`.
+        a value does not fit `dtype`; `dst` is taken or cannot be written; `check` cannot be used, or the logits differ.
+        What was at `dst` is left as it was.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     target = checkpoints.check_target(dst, overwrite=overwrite)
     source = open_source(src)
     config = LlamaConfig.from_hf(source.config)
-    params = params_from_tensors(config, _read_as(source.tensors, np.dtype(dtype), progress), np.dtype(dtype))
-    digest = _fingerprint(source.files)
-    checkpoints.save(
-        target, params, source.config, source.tokenizer, source.tokenizer_config, digest, overwrite=overwrite
-    )
+    reference = None if check is None else selfcheck.read_fingerprint(check, config)
+
+    def during(stage: str) -> Callable[[int, int], None] | None:
+        return None if progress is None else functools.partial(progress, stage)
+
+    tensors = _read_as(source.tensors, np.dtype(dtype), during("reading tensors"))
+    with _reading(Path(src)):
+        params = params_from_tensors(config, tensors, np.dtype(dtype))
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return ConversionSummary(Path(src), target, source.config["model_type"], size, dtype, digest, source.messages)
+    digest = _fingerprint(source.files, during("hashing MB"))
+    messages = source.messages
+    with checkpoints.staged(target) as unchecked:
+        checkpoints.save(
+            unchecked,
+            params,
+            source.config,
+            source.tokenizer,
+            source.tokenizer_config,
+            digest,
+            progress=during("writing MB"),
+        )
+        del params  # the check reads its own back from the disk
+        if reference is not None:
+            loaded = checkpoints.load(unchecked, progress=during("reading back MB"))
+            found = selfcheck.check_logits(loaded.params, config, reference, progress=during("checking prompts"))
+            error, allowed = max(found.values())
+            messages += (f"logits are those of {check}: largest difference {error:.2g}, {allowed:.2g} allowed",)
+    return ConversionSummary(Path(src), target, source.config["model_type"], size, dtype, digest, messages)
 
 
 def _read_as(
@@ -148,10 +173,10 @@ def _read_as(
     }
 
 
-def _fingerprint(files: Iterable[Path]) -> str:
+def _fingerprint(files: Iterable[Path], progress: Callable[[int, int], None] | None = None) -> str:
     digest = hashlib.sha256()
-    for file in sorted(files):
-        with _reading(file), file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+    files = sorted(files)
+    with _reading(files[0]):
+        for _, block in read_blocks(files, progress):
+            digest.update(block)
     return f"sha256:{digest.hexdigest()}"

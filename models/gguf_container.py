@@ -43,30 +43,35 @@ class GGUFFile:
       path: the file.
       metadata: keys to Python scalars, strings and lists.
       tensors: names to places.
-      data: uint8 [file size], memory-mapped.
     """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-    data: np.ndarray
 
     def read(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
         """Dequantises one tensor into `dtype`, a slab of rows at a time.
 
+        Read, not mapped: pages of a mapped file count as memory of the process as long as it is mapped.
+
         Raises:
-          ValueError: a value does not fit `dtype`.
+          ValueError: a value does not fit `dtype`, or the file has become shorter.
         """
         tensor = self.tensors[name]
         columns = tensor.shape[-1]
         rows = math.prod(tensor.shape[:-1])
-        packed = self.data[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)
         out = np.empty((rows, columns), dtype)
         step = max(1, _SLAB // columns)
-        for start in range(0, rows, step):
-            with np.errstate(all="ignore"):  # damaged scales may be inf or NaN: that is the model's, not ours
-                slab = quants.dequantize(packed[start : start + step], tensor.type)
-            out[start : start + step] = cast(name, slab, dtype)
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            for start in range(0, rows, step):
+                part = out[start : start + step]
+                packed = np.fromfile(file, np.uint8, len(part) * (tensor.nbytes // rows))
+                if packed.size < len(part) * (tensor.nbytes // rows):
+                    raise ValueError(f"{self.path}: truncated while it was read: tensor {name!r}")
+                with np.errstate(all="ignore"):  # damaged scales may be inf or NaN: that is the model's, not ours
+                    slab = quants.dequantize(packed.reshape(len(part), -1), tensor.type)
+                part[...] = cast(name, slab, dtype)
         return out.reshape(tensor.shape)
 
 
@@ -111,7 +116,7 @@ def open_gguf(path: Path) -> GGUFFile:
                 f"{path}: truncated: tensor {place.name!r} ends at byte {end}, the file at {data.size}; get it again"
             )
         tensors[place.name] = dataclasses.replace(place, offset=start + place.offset)
-    return GGUFFile(path, metadata, tensors, data)
+    return GGUFFile(path, metadata, tensors)
 
 
 class _Cursor:
@@ -168,13 +173,13 @@ class _Cursor:
             self.fail(f"tensor {name!r} has {rank} axes, expected 1 to 4")
         shape = tuple(self.scalar("<u8") for _ in range(rank))[::-1]
         kind = self.scalar("<u4")
-        if kind not in _readable_types():
+        if kind not in readable_types():
             label = GGMLQuantizationType(kind).name if kind in set(GGMLQuantizationType) else str(kind)
-            supported = ", ".join(t.name for t in _readable_types().values())
+            supported = ", ".join(t.name for t in readable_types().values())
             raise ValueError(
                 f"{self.path}: tensor {name!r} is of type {label}, which cannot be read; supported: {supported}"
             )
-        quantization = _readable_types()[kind]
+        quantization = readable_types()[kind]
         block, block_bytes = GGML_QUANT_SIZES[quantization]
         if min(shape) < 1 or shape[-1] % block:
             self.fail(f"tensor {name!r} has shape {shape}, expected positive sizes and rows of whole blocks of {block}")
@@ -182,7 +187,7 @@ class _Cursor:
 
 
 @functools.cache
-def _readable_types() -> dict[int, GGMLQuantizationType]:
+def readable_types() -> dict[int, GGMLQuantizationType]:
     """The block formats that the gguf package can dequantise, found by trying a block of zeros."""
     readable = {}
     for kind in GGMLQuantizationType:

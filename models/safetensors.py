@@ -1,6 +1,8 @@
 """Reads a Hugging Face model: safetensors files, alone or sharded, with config and tokenizer files beside them."""
 
 import functools
+import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from certjax.models.tokenizer import build_tokenizer
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 _INDEX = "model.safetensors.index.json"
+_PART = 1 << 22  # elements read at a time
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> Source:
@@ -83,7 +86,7 @@ def _open(file: Path, names: set[str]) -> dict[str, LazyTensor]:
     absent = sorted(names - set(_names(file)))
     if absent:
         raise ValueError(f"{file}: {len(absent)} tensors of the index are not in it: {', '.join(absent[:20])}")
-    tensors = {}
+    tensors, places = {}, _places(file)
     with safe_open(file, framework="numpy") as handle:
         for name in sorted(names):
             view = handle.get_slice(name)
@@ -93,13 +96,32 @@ def _open(file: Path, names: set[str]) -> dict[str, LazyTensor]:
                     "(a model quantised by other means must be converted to one of these first)"
                 )
             dtype = np.dtype(_DTYPES[view.get_dtype()])
-            tensors[name] = LazyTensor(name, tuple(view.get_shape()), dtype, functools.partial(_read, file, name))
+            shape = tuple(view.get_shape())
+            load = functools.partial(_read, file, name, places[name], shape, dtype)
+            tensors[name] = LazyTensor(name, shape, dtype, load)
     return tensors
 
 
-def _read(file: Path, name: str, dtype: np.dtype) -> np.ndarray:
-    with safe_open(file, framework="numpy") as handle:
-        return cast(name, handle.get_tensor(name), dtype)
+def _places(file: Path) -> dict[str, int]:
+    """Where each tensor begins in a file whose header has been checked."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _read(file: Path, name: str, offset: int, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype) -> np.ndarray:
+    """Read in parts, not mapped: no pages of the file and no second copy of the tensor are held beside the result."""
+    out = np.empty(math.prod(shape), dtype)
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        for start in range(0, out.size, _PART):
+            part = out[start : start + _PART]
+            raw = np.fromfile(stream, np.uint8, part.size * stored.itemsize)
+            if raw.size < part.size * stored.itemsize:
+                raise ValueError(f"{file}: truncated while it was read: tensor {name!r}")
+            part[...] = cast(name, raw.view(stored), dtype)
+    return out.reshape(shape)
 
 
 def _tokenizer_config(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,21 @@ def cast(name: str, array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
             f"tensor {name!r} holds values up to {largest:.3g}, too large for {np.dtype(dtype).name}; "
             "convert to 'float32' or 'bfloat16'"
         ) from None
+
+
+def read_blocks(
+    files: Iterable[Path], progress: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[Path, bytes]]:
+    """Yields the files' content a megabyte at a time; tells `progress` the megabytes (10⁶ bytes) read, and all."""
+    files = list(files)
+    done, total = 0, sum(file.stat().st_size for file in files)
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                yield file, block
+                done += len(block)
+                if progress:
+                    progress(done // 10**6, total // 10**6)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -68,6 +68,7 @@ class CertifiedErrorTest(chex.TestCase):
         np.testing.assert_array_less(error, 0.3 * scale)
         self.assertFalse(bool(result.certificate.exact.all()))
 
+    # Pitfall 33.
     def test_large_entries_in_float16_do_not_overflow(self):
         # q·k / 4 reaches 250 · 250 · 4 = 250 000, beyond float16's largest number.
         key = np.full((1, SLOTS, 2, 16), 250, np.float32)
@@ -145,6 +146,7 @@ class DenseTest(chex.TestCase):
         want = dense64(query, cache)[0] if n else np.zeros((4, 16))
         np.testing.assert_allclose(np.asarray(result.output)[0, 0], want, atol=0.05 if n > 130 else 1e-5)
 
+    # Pitfall 35.
     @parameterized.product(span=(1, 4, 650), sinks=(3,))
     def test_attention_span_counts_exactly(self, span, sinks):
         cache, query = _setup()
@@ -159,6 +161,7 @@ class DenseTest(chex.TestCase):
 
 
 class RaggedTest(chex.TestCase):
+    # Pitfall 28: a row without keys.
     def test_rows_do_not_see_each_other(self):
         key, value, query = inputs.draw("gaussian", seed=0, tokens=SLOTS, kv_heads=2, groups=2, head_dim=16, batch=3)
         cache = certjax.prefill(_empty(batch=3), key, value, lengths=np.array([9, SLOTS, 0]))
@@ -267,6 +270,16 @@ class TransformTest(chex.TestCase):
             after, _, certified = run(cache, jax.random.key(seed))
         self.assertTrue(bool(certified))
         self.assertEqual(after.length.tolist(), [740])
+
+    # Pitfall 40.
+    @parameterized.parameters("native", "xla")
+    def test_jit_gives_the_bits_of_eager_calls_in_bfloat16(self, implementation):
+        _skip_without_extension(self, implementation)
+        cache, query = _setup(dtype="bfloat16")
+        op = lambda query, cache: certjax.dense_decode_attention(query, cache, implementation=implementation)
+        eager = op(query.astype(jnp.bfloat16), cache)
+        chex.assert_trees_all_equal(jax.jit(op)(query.astype(jnp.bfloat16), cache), eager, strict=True)
+        self.assertEqual(eager.output.dtype, jnp.bfloat16)
 
     def test_gradients_are_refused(self):
         cache, query = _setup()

@@ -106,6 +106,22 @@ class AppendTest(chex.TestCase):
             self.assertLessEqual(np.abs(a - b).max(), 1, name)
         chex.assert_trees_all_close(got.residual_ratio, want.residual_ratio, rtol=1e-5)
 
+    # Pitfall 38: a cursor for the whole batch that is that of row 0.
+    @parameterized.parameters("native", "xla")
+    def test_every_row_goes_on_where_it_ended(self, implementation):
+        _skip_without_extension(self, implementation)
+        key, value, query = _tokens(9, batch=2)
+        cache = certjax.prefill(_cache(batch=2), key, value, lengths=jnp.array([3, 9]))
+        after = certjax.append(cache, 5 + key[:, :1], 5 + value[:, :1], implementation=implementation)
+        self.assertEqual(after.length.tolist(), [4, 10])
+        for b, n in enumerate((3, 9)):
+            np.testing.assert_array_equal(after.key[b, :, :n], cache.key[b, :, :n])
+            np.testing.assert_array_equal(after.key[b, :, n], 5 + key[b, 0])
+            np.testing.assert_array_equal(after.value[b, :, n], 5 + value[b, 0])
+            one = jax.tree.map(lambda x, b=b: x[b : b + 1], (query[:, -1:], after))
+            alone = certjax.dense_decode_attention(*one).output[0]
+            np.testing.assert_allclose(certjax.dense_decode_attention(query[:, -1:], after).output[b], alone, atol=1e-6)
+
     def test_a_row_filled_by_append_alone_is_the_same_natively(self):
         _skip_without_extension(self, "native")
         key, value, _ = _tokens(70)
@@ -200,6 +216,7 @@ class BadInputTest(chex.TestCase):
             with self.assertRaisesRegex(ValueError, message):
                 call()
 
+    # Pitfall 32.
     def test_group_heads_share_a_cache(self):
         # 32 query heads over 8 kv heads take 8 heads' worth of memory.
         cache = certjax.init_cache(batch=1, kv_heads=8, head_dim=64, capacity=1024, dtype="bfloat16")

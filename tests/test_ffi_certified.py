@@ -54,6 +54,7 @@ def _compare(case, seeds, value_sizes=(1.0,)):
 
 
 class DefinitionTest(chex.TestCase):
+    # Pitfall 36.
     @parameterized.parameters(*CASES)
     def test_matches_the_definition(self, *case):
         _compare(Case(*case), 6)

@@ -27,6 +27,7 @@ def under(name, package):
     return name == package or name.startswith(package + ".")
 
 
+# Pitfall 27: nothing of transformers.
 @pytest.mark.parametrize(("package", "path"), FILES, ids=lambda x: x.name if isinstance(x, pathlib.Path) else x)
 def test_arrows(package, path):
     names = set(imports(path))

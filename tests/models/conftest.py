@@ -1,10 +1,11 @@
-"""Tiny GGUF files with known content, for the tests of the readers."""
+"""Tiny GGUF files with known content, for the tests of the readers; quick compilation."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
@@ -66,6 +67,21 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     per_head = rows.shape[0] // heads
     order = [h * per_head + f * per_head // 2 + r for h in range(heads) for r in range(per_head // 2) for f in (0, 1)]
     return rows[order]
+
+
+def llama3_factors(head_dim, theta, factor, low=1.0, high=4.0, original=8192):
+    """After the definition: long waves are divided by `factor`, short ones by 1, and between on a line in 1 / λ."""
+    factors = []
+    for i in range(head_dim // 2):
+        wave = 2 * np.pi * theta ** (2 * i / head_dim)
+        if wave < original / high:
+            factors.append(1.0)
+        elif wave > original / low:
+            factors.append(factor)
+        else:
+            share = (original / wave - low) / (high - low)
+            factors.append(1 / ((1 - share) / factor + share))
+    return np.array(factors, np.float32)
 
 
 def _write(
@@ -140,3 +156,14 @@ def write_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Writte
     folder = tmp_path_factory.mktemp("gguf")
     count = iter(range(10**6))
     return lambda *args, **options: _write(folder / f"{next(count)}.gguf", *args, **options)
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(request):
+    """Fewer optimisations in fast tests, for tiny models take far longer to compile than to run; slow tests see what
+    users get.
+    """
+    quick = request.node.get_closest_marker("slow") is None
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

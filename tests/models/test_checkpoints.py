@@ -80,6 +80,7 @@ def test_dtype(tmp_path):
     chex.assert_trees_all_equal(loaded.params, expected, strict=True)
 
 
+# Pitfall 24, with processes of one and of four devices in the last test.
 def test_one_device_to_four_and_back(tmp_path):
     places = sharded(tree())
     on_four = checkpoints.load(save(tmp_path / "one"), sharding=places)
@@ -219,12 +220,45 @@ def test_damaged_manifest(tmp_path, content):
         checkpoints.load(path)
 
 
-def test_a_process_that_saves_and_loads_ends_quietly(tmp_path):
+def test_a_process_of_one_device_loads_what_four_saved_saves_it_and_ends_quietly(tmp_path):
+    places = sharded(tree())
+    save(tmp_path / "four", jax.device_put(tree(), places))
     code = (
-        "import numpy as np\n"
+        "import jax, sys\n"
         "from certjax.models import checkpoints as c\n"
-        f"c.save({str(tmp_path / 'm')!r}, {{'w': np.ones((4, 4), np.float32)}}, {{}}, None, {{}})\n"
-        f"print(c.load({str(tmp_path / 'm')!r}).params['w'].sum())\n"
+        "loaded = c.load(sys.argv[1])\n"
+        "c.save(sys.argv[2], loaded.params, {}, None, {})\n"
+        "print(jax.device_count(), {len(a.devices()) for a in jax.tree.leaves(loaded.params)})\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "16.0\n", "")
+    command = [sys.executable, "-W", "error", "-c", code, tmp_path / "four", tmp_path / "one"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"XLA_FLAGS": ""}, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 {1}\n", "")
+    for options in ({}, {"sharding": places}):
+        chex.assert_trees_all_equal(checkpoints.load(tmp_path / "one", **options).params, tree(), strict=True)
+
+
+def test_progress_ends_at_all(tmp_path):
+    params = {"layers": {str(i): {"w": np.full((1500, 1000), i, np.float32)} for i in range(4)}}
+    saved, loaded = [], []
+    save(tmp_path / "m", params, progress=lambda *told: saved.append(told))
+    checkpoints.load(tmp_path / "m", progress=lambda *told: loaded.append(told))
+    for seen in (saved, loaded):
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert seen[-1] == (48, 48)
+    assert any(0 < done < 24 for done, _ in loaded)  # checksums
+    assert len({done for done, _ in loaded if done > 24}) > 1  # parts of what is loaded for good
+
+
+@pytest.mark.parametrize("call", ["is_dir", "exists"])
+def test_a_target_that_cannot_be_looked_at(tmp_path, monkeypatch, call):
+    def refuse(self, *_, **__):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, call, refuse)
+    with pytest.raises(ValueError, match=r"model: cannot be written: .*Permission denied"):
+        checkpoints.check_target(tmp_path / "model")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"xxx: cannot be written: .*File name too long"):
+        checkpoints.check_target(tmp_path / ("x" * 300))

@@ -4,21 +4,22 @@ import errno
 import importlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
+from certjax.eval import cli
 from certjax.models import checkpoints
 from certjax.models.convert import convert, open_source
 from certjax.models.llama.config import LlamaConfig
-from certjax.models.llama.params import load_model, params_from_tensors
+from certjax.models.llama.params import params_from_tensors
 
 convert_module = importlib.import_module("certjax.models.convert")  # the package's `convert` is the function
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny"
@@ -27,18 +28,34 @@ FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_converted_model_has_the_reference_logits(tmp_path, family):
-    summary = convert(GOLDEN / family, tmp_path / "model")
+    summary = convert(GOLDEN / family, tmp_path / "model", check=GOLDEN / family / "golden.npz")
     loaded = checkpoints.load(tmp_path / "model")
-    config = LlamaConfig.from_hf(loaded.config)
-    golden = np.load(GOLDEN / family / "golden.npz")
-    model = load_model(loaded.params, config, attention="dense")
-    logits = jax.jit(lambda ids: model(ids))(jnp.asarray(golden["input_ids"], jnp.int32))
-    chex.assert_trees_all_close(np.asarray(logits), golden["logits"], atol=2e-4, rtol=0)
     assert summary.model_type == loaded.config["model_type"]
     assert summary.parameters == sum(a.size for a in load_file(GOLDEN / family / "model.safetensors").values())
     assert summary.target == tmp_path / "model"
     assert "no tokenizer" in summary.messages[0]
+    assert re.search(r"logits are those of .*golden\.npz: largest difference \d", summary.messages[1])
     assert loaded.fingerprint == summary.fingerprint
+
+
+def test_a_model_with_other_logits_is_not_kept(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "qwen2", source)
+    reference = source / "golden.npz"
+    convert(source, tmp_path / "model", dtype="bfloat16", check=reference)
+    fingerprint = checkpoints.load(tmp_path / "model").fingerprint
+    # Invisible at contiguous positions of a short prompt, if it were not for the tolerance of float32.
+    parameters = json.loads((source / "config.json").read_text())["rope_parameters"]
+    change_config(source, rope_parameters=parameters | {"rope_theta": 1.01e6})
+    with pytest.raises(
+        ValueError, match=r"the model does not have the reference's logits .*logits_at_positions differs"
+    ):
+        convert(source, tmp_path / "model", check=reference, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["model", "source"]
+    assert checkpoints.load(tmp_path / "model").fingerprint == fingerprint
+    with pytest.raises(ValueError, match=r"nothing\.npz: not a fingerprint"):
+        convert(source, tmp_path / "other", check=source / "nothing.npz")
+    assert sorted(os.listdir(tmp_path)) == ["model", "source"]
 
 
 def test_gguf(tmp_path, write_gguf):
@@ -55,9 +72,14 @@ def test_gguf(tmp_path, write_gguf):
 
 def test_progress_and_overwriting(tmp_path):
     seen = []
-    convert(GOLDEN / "llama2", tmp_path / "model", progress=lambda done, total: seen.append((done, total)))
+    reference = GOLDEN / "llama2" / "golden.npz"
+    convert(GOLDEN / "llama2", tmp_path / "model", check=reference, progress=lambda *told: seen.append(told))
     count = len(load_file(GOLDEN / "llama2" / "model.safetensors"))
-    assert seen == [(i + 1, count) for i in range(count)]
+    assert seen[:count] == [("reading tensors", i + 1, count) for i in range(count)]
+    stages = ["reading tensors", "hashing MB", "writing MB", "reading back MB", "checking prompts"]
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == stages
+    for stage in stages:
+        assert [done for name, done, _ in seen if name == stage][-1] == next(n for name, _, n in seen if name == stage)
     with pytest.raises(ValueError, match=r"give overwrite=True \(--overwrite on the command line\) to replace it"):
         convert(GOLDEN / "qwen3", tmp_path / "model")
     convert(GOLDEN / "qwen3", tmp_path / "model", overwrite=True)
@@ -68,6 +90,23 @@ def test_fingerprint_tells_files_apart(tmp_path):
     prints = [convert(GOLDEN / name, tmp_path / name).fingerprint for name in ("llama2", "qwen3")]
     prints.append(convert(GOLDEN / "llama2", tmp_path / "again").fingerprint)
     assert prints[0] == prints[2] != prints[1]
+
+
+# Pitfall 20: an output projection that is absent, present, or present and another than the flag says.
+def test_tied_embeddings_in_files(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "qwen2", source)
+    embedding = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    absent = convert(source, tmp_path / "absent")
+    change_tensors(source, lambda tensors: tensors.update({"lm_head.weight": embedding}))
+    present = convert(source, tmp_path / "present", check=source / "golden.npz")
+    assert present.parameters == absent.parameters
+    change_tensors(source, lambda tensors: tensors.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs.*set tie_word_embeddings to false"):
+        convert(source, tmp_path / "other")
+    change_config(source, tie_word_embeddings=False)
+    separate = convert(source, tmp_path / "separate")
+    assert separate.parameters == absent.parameters + embedding.size
 
 
 def change_config(folder, **fields):
@@ -145,3 +184,14 @@ def test_what_is_not_a_model(tmp_path, write_gguf):
     convert(tmp_path / "q.gguf", tmp_path / "done")
     with pytest.raises(ValueError, match=r"already a certjax checkpoint; open it with"):
         open_source(tmp_path / "done")
+
+
+def test_the_command(tmp_path, capsys):
+    for reference, status in (("llama2", 0), ("llama31", 1)):
+        words = ["convert", GOLDEN / "llama2", tmp_path / reference, "--check", GOLDEN / reference / "golden.npz"]
+        assert cli._main(cli._parser().parse_args([str(word) for word in words])) == status
+        errors = capsys.readouterr().err
+        assert "checking prompts: 4/4" in errors
+        assert ("logits are those of" in errors) == (status == 0)
+        assert ("logits differs by up to" in errors.splitlines()[-1]) == (status == 1)
+    assert os.listdir(tmp_path) == ["llama2"]

@@ -12,6 +12,7 @@ from certjax.models import gguf_container
 from certjax.models.gguf import read_gguf
 from certjax.models.llama.config import LlamaConfig
 from certjax.models.llama.params import params_from_tensors
+from tests.models.conftest import llama3_factors
 
 
 def whole(path):
@@ -21,6 +22,7 @@ def whole(path):
     return source, params_from_tensors(config, source.tensors, np.float32)
 
 
+# Pitfalls 19 and 23.
 @pytest.mark.parametrize(
     ("arch", "head_dim", "tied"), [("llama", 16, False), ("llama", 32, True), ("qwen2", 16, True), ("qwen3", 32, False)]
 )
@@ -99,21 +101,6 @@ def test_reads_straight_into_a_dtype(write_gguf):
         chex.assert_trees_all_equal(read, file.tensors[name].astype(ml_dtypes.bfloat16), strict=True)
     with pytest.raises(ValueError, match=r"without a copy"):
         np.array(tensor, copy=False)
-
-
-def llama3_factors(head_dim, theta, factor, low=1.0, high=4.0, original=8192):
-    """After the definition: long waves are divided by `factor`, short ones by 1, and between on a line in 1 / λ."""
-    factors = []
-    for i in range(head_dim // 2):
-        wave = 2 * np.pi * theta ** (2 * i / head_dim)
-        if wave < original / high:
-            factors.append(1.0)
-        elif wave > original / low:
-            factors.append(factor)
-        else:
-            share = (original / wave - low) / (high - low)
-            factors.append(1 / ((1 - share) / factor + share))
-    return np.array(factors, np.float32)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

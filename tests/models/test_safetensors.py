@@ -1,5 +1,6 @@
 """Safetensors folders as hub clients leave them, whole, sharded and damaged."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from certjax.models import open_source
 from certjax.models.gguf import read_gguf
 from certjax.models.safetensors import read_safetensors
 from certjax.models.tokenizer import Tokenizer
@@ -63,11 +65,52 @@ def test_shards(folder):
         assert [file.name for file in source.files] == ["model-0.safetensors", "model-1.safetensors"]
 
 
+def as_a_hub_client_leaves_it(folder, root):
+    """A cache: blobs under digests, a snapshot of links to them, and whatever else the repository holds."""
+    blobs, snapshot = root / "blobs", root / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (folder / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    (folder / "README.md").write_text("# model")
+    (folder / "pytorch_model.bin").write_bytes(b"PK old weights")
+    (folder / "original").mkdir()
+    shutil.copy(folder / "config.json", folder / "original" / "params.json")
+    save_file({"tok_embeddings.weight": np.ones((2, 2), np.float32)}, folder / "original" / "consolidated.safetensors")
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        blob = blobs / hashlib.sha256(str(file).encode()).hexdigest()
+        file.rename(blob)
+        link = snapshot / file.relative_to(folder)
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(blob)
+    return snapshot
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_cache_of_a_hub_client(tmp_path, sharded):
+    downloaded = tmp_path / "downloaded"
+    downloaded.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / "qwen2" / name, downloaded / name)
+    truth = shard(downloaded) if sharded else load_file(downloaded / "model.safetensors")
+    snapshot = as_a_hub_client_leaves_it(downloaded, tmp_path / "models--x--y")
+    weights = sorted(snapshot.glob("*.safetensors"))
+    for path in (snapshot, snapshot / INDEX if sharded else weights[0]):
+        source = open_source(path)
+        chex.assert_trees_all_equal(materialised(source), truth, strict=True)
+        assert sorted(source.files) == weights
+    weights[-1].resolve().unlink()  # a download that was interrupted leaves a link to nothing
+    with pytest.raises(
+        ValueError, match=f"{weights[-1].name}.*(missing|not a whole)|1 of 2 shards are missing: {weights[-1].name}"
+    ):
+        open_source(snapshot)
+
+
 def test_one_file_of_another_name(folder):
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     assert len(read_safetensors(folder).tensors) == len(load_file(folder / "weights.safetensors"))
 
 
+# Pitfall 22.
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
 def test_dtypes(tmp_path, dtype):
     truth = np.arange(-4, 4).reshape(2, 4).astype(dtype)

@@ -6,6 +6,7 @@ from absl.testing import parameterized
 
 from certjax.models.dummy import dummy_config
 from certjax.models.llama import LlamaConfig, RopeConfig
+from certjax.models.llama import config as config_module
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -198,6 +199,35 @@ class FromHfTest(parameterized.TestCase):
             inside.with_context(0)
         with pytest.raises(ValueError, match=r"rope.context is 5, expected max_positions = 4096"):
             dataclasses.replace(config, rope=dataclasses.replace(config.rope, context=5))
+
+    @parameterized.parameters("llama", "mistral", "qwen2", "qwen3")
+    def test_every_field_that_is_read_changes_the_model_or_is_an_error(self, family):
+        yarn = {"rope_type": "yarn", "factor": 4.0}
+        base = {"head_dim": 16, "rope_scaling": yarn, "sliding_window": 8, "use_sliding_window": True}
+        base |= {"max_window_layers": 1}
+        flips = {
+            "vocab_size": 101, "hidden_size": 128, "intermediate_size": 97, "num_hidden_layers": 3,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+            "sliding_window": 9, "use_sliding_window": False, "max_window_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"], "rope_theta": 5e5,
+            "rope_scaling": yarn | {"factor": 8.0}, "original_max_position_embeddings": 512,
+            "rope_parameters": yarn | {"rope_theta": 5e5},
+        }  # fmt: skip
+        wrong = {"hidden_act": "gelu", "rope_interleaved": True, "partial_rotary_factor": 0.5}
+        known = {*config_module._COMMON, *config_module.ROPE_PLACES, *config_module._FAMILIES[family]}
+        assert known <= flips.keys() | wrong.keys()
+        base = {name: value for name, value in base.items() if name in known}
+        for name in known:
+            if name in wrong:
+                with pytest.raises(ValueError, match=f"{name} = .* is not supported"):
+                    of(family, **base | {name: wrong[name]})
+            else:
+                change = {name: flips[name]} | ({"rope_scaling": None} if name == "rope_parameters" else {})
+                assert of(family, **base | change) != of(family, **base), name
+        for name in flips.keys() - known:
+            with pytest.raises(ValueError, match=f"does not know for model_type '{family}': {name}"):
+                of(family, **base | {name: flips[name]})
 
     def test_null_is_absent(self):
         names = ("tie_word_embeddings", "attention_bias", "mlp_bias", "rope_scaling", "rope_theta", "head_dim")

@@ -41,6 +41,7 @@ def greedy(model, prompt, count):
 
 
 class DecodeStepTest(parameterized.TestCase):
+    # Pitfall 17: of 20 tokens a window of 6 forgets most; positions count all of them.
     @parameterized.parameters(((None, None),), ((6, None),))
     def test_step_by_step_equals_the_plain_forward(self, windows):
         model = dummy_model(dummy_config(windows=windows), attention="dense")
@@ -75,6 +76,7 @@ class GenerateTest(parameterized.TestCase):
             assert result.tokens[b].tolist() == greedy(model, prompt, 6)
         np.testing.assert_array_equal(result.lengths, [6, 6, 6])
 
+    # Pitfall 30.
     def test_padded_prompts_are_the_prompts(self):
         """Wherever the padding stands, and whatever token it is."""
         left = unpadded([[9, 9, 9, 5], [1, 2, 3, 4]], [[0, 0, 0, 1], [1, 1, 1, 1]])

@@ -38,6 +38,7 @@ class GoldenTest(parameterized.TestCase):
     def test_all_families_are_here(self):
         assert len(FAMILIES) == 8
 
+    # Pitfall 23: llama31 and qwen3 have a head_dim that is not hidden / heads.
     @parameterized.parameters(*FAMILIES)
     def test_logits(self, family):
         model, golden = load(family)
@@ -166,7 +167,40 @@ class NoDeadFieldTest(parameterized.TestCase):
         assert np.abs(tables[0] - tables[1]).max() > (1e-3 if "angles" in flip else 1e-2)
 
 
+class ConfigFileTest(parameterized.TestCase):
+    # Pitfall 14: a base that is not read leaves the default one.
+    def test_rope_theta_of_either_spelling_is_used(self):
+        fields = {
+            "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        }  # fmt: skip
+        spellings = (
+            lambda theta: {"rope_theta": theta},
+            lambda theta: {"rope_parameters": {"rope_type": "default", "rope_theta": theta}},
+            lambda theta: {"rope_theta": theta, "rope_scaling": None},
+        )
+        positions = 1000 + 7 * np.arange(24, dtype=np.int32)[None].repeat(2, 0)
+        logits = [
+            [dummy_model(LlamaConfig.from_hf(fields | spelling(theta)))(IDS, positions) for spelling in spellings]
+            for theta in (10000.0, 500000.0)
+        ]
+        for same in logits:
+            for other in same[1:]:
+                np.testing.assert_array_equal(same[0], other)
+        assert np.abs(logits[0][0] - logits[1][0]).max() > 0.1
+
+    # Pitfall 16: whatever the dtype of the weights.
+    def test_angles_are_float32_under_16_bit_weights(self):
+        positions = jnp.array([[131071, 8192]])
+        narrow, wide = (dummy_model(dtype=dtype).rotary(positions) for dtype in (jnp.bfloat16, jnp.float32))
+        for ours, theirs in zip(narrow, wide, strict=True):
+            assert ours.dtype == jnp.float32
+            np.testing.assert_array_equal(ours, theirs)
+
+
 class WindowTest(parameterized.TestCase):
+    # Pitfall 35.
     def test_window_counts_the_query_itself(self):
         """One layer, window 4, 6 tokens: changing token j changes the logits at 5 exactly for j ≥ 2."""
         model = dummy_model(dummy_config(num_layers=1, windows=(4,)))

@@ -54,6 +54,7 @@ class ParamsTest(parameterized.TestCase):
             assert part in str(caught.value)
         assert str(caught.value).count(";") == 5
 
+    # Pitfall 20.
     def test_tied_embeddings(self):
         config = dummy_config(tied_embeddings=True)
         tensors = dummy_tensors(config)

@@ -10,7 +10,7 @@ import pytest
 from absl.testing import parameterized
 
 from certjax.models.dummy import dummy_config, dummy_model
-from certjax.models.llama import prefill
+from certjax.models.llama import prefill, unpadded
 from certjax.models.llama.prefill import _prefill_chunk, chunk_attention
 
 RNG = np.random.default_rng(1)
@@ -44,6 +44,19 @@ class PrefillTest(parameterized.TestCase):
             np.testing.assert_allclose(logits[b], plain(model, prompt)[-1], atol=1e-4)
         for cache in caches:
             np.testing.assert_array_equal(cache.length, [len(prompt) for prompt in prompts])
+
+    # Pitfall 30.
+    def test_left_padding_and_other_rows_change_nothing(self):
+        model = one_layer()
+        prompt, others = PROMPTS[0][:9], [PROMPTS[2][:16], PROMPTS[1]]
+        padded = np.full((3, 16), 63, np.int32)
+        mask = np.zeros((3, 16), bool)
+        for i, row in enumerate((others[0], prompt, others[1])):
+            padded[i, 16 - len(row) :], mask[i, 16 - len(row) :] = row, True
+        assert mask[1].tolist() == [False] * 7 + [True] * 9
+        together, _ = prefill(model, unpadded(padded, mask), model.init_caches(3, 64), chunk=16)
+        alone, _ = prefill(model, [prompt], model.init_caches(1, 64), chunk=16)
+        np.testing.assert_allclose(together[1], alone[0], atol=1e-5)
 
     def test_all_logits_and_progress(self):
         model = one_layer()

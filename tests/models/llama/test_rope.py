@@ -50,11 +50,19 @@ class FrequencyTest(parameterized.TestCase):
         np.testing.assert_allclose(1 / ratio[between], share + (1 - share) / 8, rtol=1e-12)
         assert between.sum() > 2
 
+    # Pitfall 12: a missing or wrong scaling is invisible on short prompts.
     def test_llama3_matters_at_long_range_only(self):
-        # Mean agreement of phases with the unscaled embedding, as measured for head_dim 128.
-        change = inverse_frequencies(RopeConfig(theta=5e5), 128) - inverse_frequencies(LLAMA31, 128)
-        for position, agreement in ((16, 1.0), (8192, 0.769), (131072, 0.502)):
-            assert abs(np.cos(position * change).mean() - agreement) < 2e-3
+        # Mean agreement of phases with the wrong embedding, as measured: unscaled 3.1 (head_dim 128), 3.2 with the
+        # factor of 3.1 (head_dim 64).
+        llama32 = dataclasses.replace(LLAMA31, factor=32.0)
+        for right, wrong, head_dim, agreements in (
+            (LLAMA31, RopeConfig(theta=5e5), 128, (1.0, 0.769, 0.502)),
+            (llama32, RopeConfig(theta=5e5), 64, (1.0, 0.764, 0.298)),
+            (llama32, LLAMA31, 64, (1.0, 0.971, 0.706)),
+        ):
+            change = inverse_frequencies(wrong, head_dim) - inverse_frequencies(right, head_dim)
+            for position, agreement in zip((16, 8192, 131072), agreements, strict=True):
+                assert abs(np.cos(position * change).mean() - agreement) < 2e-3
 
     def test_yarn_bands_and_factor(self):
         plain, scaled = inverse_frequencies(RopeConfig(), 64), inverse_frequencies(YARN, 64)
@@ -85,6 +93,7 @@ class FrequencyTest(parameterized.TestCase):
 
 
 class TablesTest(parameterized.TestCase):
+    # Pitfall 16: angles in 16 bits lose the phase at long range.
     @parameterized.parameters(*ROPES)
     def test_accurate_at_every_position(self, name):
         rope, head_dim = dataclasses.replace(ROPES[name], angles="exact"), 128
@@ -130,6 +139,7 @@ class RotateTest(chex.TestCase):
         assert abs(float(near) - float(far)) < 1e-4
         assert abs(float(other - far)) > 0.01
 
+    # Pitfall 18, with the golden logits of both layouts in test_gguf_golden.py.
     def test_pairs_are_half_a_head_apart(self):
         x = jnp.zeros((1, 1, 1, 8)).at[..., 1].set(1.0)
         angle = jnp.full((1, 1, 4), jnp.pi / 2)
