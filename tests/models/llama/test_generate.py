@@ -224,7 +224,7 @@ class CertifiedTest(parameterized.TestCase):
         weights, structure = jax.tree.flatten(model)
         caches, logits = model.init_caches(1, 8192), jnp.zeros((1, 1024))
         begin = functools.partial(_begin, structure, weights, max_new_tokens=4)
-        state = jax.eval_shape(begin, logits, caches, options)
+        state, _ = jax.eval_shape(begin, logits, caches, options)
         memory = _run.lower(structure, weights, state, options, np.int32(4)).compile().memory_analysis()
         cache_bytes = 8192 * 2 * 16 * 4
         assert memory.alias_size_in_bytes > 4 * cache_bytes  # keys and values of both layers
