@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--replay", type=int, default=16, help="steps replayed against dense attention (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
     command.add_argument(
-        "--prefill-dir", metavar="DIR", help="keep there what reading the text gave (large files), and use it again"
+        "--prefill-dir", metavar="DIR", help="keep there what reading the text gave (large snapshots), and use it again"
     )
     command.set_defaults(run=_demo)
 

@@ -76,7 +76,7 @@ def run(
       epsilon: value measure.
       delta_total: over the whole tail.
       seed: of the perturbations.
-      prefill_dir: as in `demo.run`; the same files.
+      prefill_dir: as in `demo.run`; the same snapshots.
 
     Returns:
       Perplexities of the tail and their relative difference, divergence (mean, 99.9th percentile, largest), the share
@@ -102,7 +102,7 @@ def run(
     config = demo.stretched(config, capacity)
     model = load_model(loaded.params, config)
     del loaded
-    start, _ = demo.prefilled(model, ids, capacity, checkpoint, prefill_dir)
+    start, _ = demo.prefilled(model, ids, capacity, prefill_dir)
     # The first token of the tail is fed as the last that the cut caches do not hold.
     length = jnp.full((1,), tokens - tail - 1, jnp.int32)
     cut = tuple(dataclasses.replace(cache, length=length) for cache in start.caches)
