@@ -72,7 +72,9 @@ class Tokenizer:
             are not of that form.
         """
         if self.chat_template is None:
-            raise ValueError("the model has no chat template: it is no chat model, or was converted without; use encode")
+            raise ValueError(
+                "the model has no chat template: it is no chat model, or was converted without; use encode"
+            )
         tokens = {"bos_token": self._token(self.bos_id), "eos_token": self._eos()}
         names = {name: token for name, token in tokens.items() if token is not None} | variables
         text = render_chat(self.chat_template, messages, add_generation_prompt=add_generation_prompt, **names)
@@ -90,7 +92,9 @@ class Tokenizer:
             return self._eos_token
         if len(self.eos_ids) == 1:
             return self._token(next(iter(self.eos_ids)))
-        return undefined("eos_token", f"the model has {len(self.eos_ids)} end tokens and its files name none of them so")
+        return undefined(
+            "eos_token", f"the model has {len(self.eos_ids)} end tokens and its files name none of them so"
+        )
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Decodes ids; bytes that are not UTF-8 become U+FFFD, special tokens vanish unless kept."""

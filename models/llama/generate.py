@@ -207,20 +207,11 @@ def _decode(model, logits, caches, options, max_new_tokens, stream) -> tuple[Gen
 def _options(
     model, batch, max_new_tokens, rng, end_ids, temperature, top_k, top_p, certified_config, delta_scope
 ) -> _Options:
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
+    check_options(max_new_tokens, temperature, top_k, top_p, delta_scope)
     ends = np.asarray(sorted(end_ids), np.int32)
     vocab = model.config.vocab_size
     if ends.size and (ends[0] < 0 or ends[-1] >= vocab):
         raise ValueError(f"end_ids {ends.tolist()} must lie in the vocabulary 0 … {vocab - 1}")
-    if not (np.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature!r}")
-    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {top_p!r}")
-    if delta_scope not in ("call", "generation"):
-        raise ValueError(f'delta_scope must be "call" or "generation", got {delta_scope!r}')
     config = model.certified_config if certified_config is None else certified_config
     if delta_scope == "generation":
         calls = model.config.num_heads * model.config.num_layers * batch * max(max_new_tokens - 1, 1)
@@ -235,6 +226,20 @@ def _options(
         config=config,
         top_k=min(top_k, vocab) if temperature and top_k is not None else None,
     )
+
+
+def check_options(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float, delta_scope: str) -> None:
+    """Raises ValueError for what `generate` would refuse whatever the model, before one is loaded."""
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
+    if not (np.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature!r}")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p!r}")
+    if delta_scope not in ("call", "generation"):
+        raise ValueError(f'delta_scope must be "call" or "generation", got {delta_scope!r}')
 
 
 def _row_keys(rng: jax.Array, batch: int) -> jax.Array:
@@ -252,7 +257,9 @@ _fold_step = jax.vmap(jax.random.fold_in, in_axes=(0, None))  # B keys, one numb
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "max_new_tokens"), donate_argnames=("caches",))
-def _begin(structure, weights, logits, caches: Caches, options: _Options, *, max_new_tokens: int) -> tuple[_State, _Told]:
+def _begin(
+    structure, weights, logits, caches: Caches, options: _Options, *, max_new_tokens: int
+) -> tuple[_State, _Told]:
     """Chooses the first token and makes empty buffers."""
     model: Llama = jax.tree.unflatten(structure, weights)
     B = logits.shape[0]

@@ -60,7 +60,9 @@ class TestContext:
 def test_a_document_is_read_once(tmp_path, monkeypatch, capsys):
     model, read = dummy_model(dummy_config(num_layers=1, max_positions=64)), []
     take = Snapshot.take
-    monkeypatch.setattr(Snapshot, "take", lambda model, rows, **options: read.append(rows) or take(model, rows, **options))
+    monkeypatch.setattr(
+        Snapshot, "take", lambda model, rows, **options: read.append(rows) or take(model, rows, **options)
+    )
     get = lambda ids: demo.prefilled(model, ids, 64, str(tmp_path / "kept" / "here"))
     first, from_folder = get([1, 2])
     assert not from_folder

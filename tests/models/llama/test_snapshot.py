@@ -102,7 +102,8 @@ def test_refuses_what_is_damaged_or_no_snapshot(taken, tmp_path):
 
 
 def test_name_follows_all_that_matters(monkeypatch):
-    name = lambda *, model=model(), rows=((1, 2),), S=64, dtype="bfloat16": snapshot_name(model, rows, S, dtype)
+    one = model()
+    name = lambda *, model=one, rows=((1, 2),), S=64, dtype="bfloat16": snapshot_name(model, rows, S, dtype)
     longer = dummy_model(dataclasses.replace(model().config, max_positions=64))
     names = [name(), name(model=longer), name(rows=[[1, 3]]), name(S=128), name(dtype="float32")]
     names.append(name(model=dummy_model(model().config, seed=1)))
