@@ -172,10 +172,10 @@ JAX_COMPILATION_CACHE_DIR set to a folder, the next run finds it there.""",
         help="of the generated tokens; the prompt is always read exactly (%(default)s)",
     )
     group.add_argument(
-        "--epsilon", type=float, default=0.1, help="allowed error relative to the value scale M (%(default)s)"
+        "--epsilon", type=float, default=0.1, metavar="E", help="error relative to the value scale M (%(default)s)"
     )
     group.add_argument(
-        "--delta", type=float, default=0.01, help="probability that anything certified is off (%(default)s)"
+        "--delta", type=float, default=0.01, metavar="D", help="probability that anything certified is off (%(default)s)"
     )
     group.add_argument(
         "--delta-scope",
@@ -186,13 +186,13 @@ JAX_COMPILATION_CACHE_DIR set to a folder, the next run finds it there.""",
     group = command.add_argument_group("choice of tokens")
     group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (%(default)s)")
     group.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the most likely token each time (%(default)s)"
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token each time (%(default)s)"
     )
     group.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens up to P (%(default)s)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (%(default)s)")
     command.add_argument(
         "--context", type=int, metavar="N", help="with --chat: tokens of the conversation (default: 8192 at most)"
     )

@@ -129,8 +129,9 @@ class Session:
             same += 1
         if not same:
             return self._model.init_caches(1, -(-self._context // _ROUND) * _ROUND, jnp.bfloat16), ids
-        length = jnp.full((1,), same, jnp.int32)  # what lies behind it is written over, block by block
-        return tuple(dataclasses.replace(cache, length=length) for cache in caches), ids[same:]
+        # What lies behind the length is written over, block by block. An array each: they are donated.
+        cut = tuple(dataclasses.replace(cache, length=jnp.full((1,), same, jnp.int32)) for cache in caches)
+        return cut, ids[same:]
 
 
 def certificate_summary(

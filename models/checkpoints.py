@@ -147,7 +147,7 @@ def _differences(expected: Any, found: dict[str, Any]) -> list[str]:
 
 
 def _write(path: Path, folder: str, arrays: dict[str, Any], files: dict[str, dict[str, Any] | None]) -> None:
-    """Arrays in `folder` and JSON files, checksums in the manifest, all in a new folder that replaces `path` at the end."""
+    """Arrays in `folder`, and JSON files, the manifest with checksums; all in a new folder that replaces `path`."""
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
         temporary.mkdir()
