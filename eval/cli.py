@@ -175,7 +175,11 @@ JAX_COMPILATION_CACHE_DIR set to a folder, the next run finds it there.""",
         "--epsilon", type=float, default=0.1, metavar="E", help="error relative to the value scale M (%(default)s)"
     )
     group.add_argument(
-        "--delta", type=float, default=0.01, metavar="D", help="probability that anything certified is off (%(default)s)"
+        "--delta",
+        type=float,
+        default=0.01,
+        metavar="D",
+        help="probability that anything certified is off (%(default)s)",
     )
     group.add_argument(
         "--delta-scope",
@@ -186,7 +190,11 @@ JAX_COMPILATION_CACHE_DIR set to a folder, the next run finds it there.""",
     group = command.add_argument_group("choice of tokens")
     group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (%(default)s)")
     group.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token each time (%(default)s)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the most likely token each time (%(default)s)",
     )
     group.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
     group.add_argument(

@@ -83,7 +83,9 @@ def run(
             if not ids:
                 raise ValueError("the prompt is empty: give a text to continue")
             room = len(ids) + max_tokens
-        model = load_model(loaded.params, model_config.with_context(room), attention=attention)
+        if model_config.rope.context is not None:  # embeddings that depend on the length of a context are told it
+            model_config = model_config.with_context(room)
+        model = load_model(loaded.params, model_config, attention=attention)
         del loaded
     session, key = Session(model, room, tokenizer.eos_ids), jax.random.key(seed)
     load_s = time.monotonic() - start
