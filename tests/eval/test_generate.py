@@ -15,7 +15,7 @@ import pytest
 from certjax.eval import cli
 from certjax.eval.progress import Progress
 from certjax.models import Tokenizer, checkpoints
-from certjax.models.llama import LlamaConfig, generate, load_model
+from certjax.models.llama import LlamaConfig, decode, load_model, prefill
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -43,36 +43,37 @@ def said_by_the_library(checkpoint, text, count):
     loaded = checkpoints.load(checkpoint)
     tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
     model = load_model(loaded.params, LlamaConfig.from_hf(loaded.config), attention="dense")
-    result = generate(
-        model, [tokenizer.encode(text)], max_new_tokens=count, rng=jax.random.key(0), cache_dtype="bfloat16"
-    )
-    return tokenizer.decode(result.tokens[0].tolist())
+    read = prefill(model, [tokenizer.encode(text)], model.init_caches(1, 1024, "bfloat16"))
+    return decode(model, *read, max_new_tokens=count, rng=jax.random.key(0))[0].tokens[0].tolist(), tokenizer
 
 
 def test_file_pipe_and_text_say_the_same(checkpoint, tmp_path, capsys, monkeypatch):
-    expected = said_by_the_library(checkpoint, PROMPT, 8)
+    tokens, tokenizer = said_by_the_library(checkpoint, PROMPT, 8)
     file = tmp_path / "prompt"
     file.write_text(PROMPT)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     for source in (("--prompt", str(file)), ("--prompt", "-"), ("--text", PROMPT)):
         assert not run(checkpoint, *source, "--max-tokens", "8")
         out, err = capsys.readouterr()
-        assert out == f"{expected}\n"
+        assert out == f"{tokenizer.decode(tokens)}\n"
         line = err.splitlines()[-1]  # on a slow machine there is progress before
         assert line.startswith("[8 tokens (length), ")
         assert "28 attention calls, 0 sampled and 28 exact; error ≤ 0.1 M with probability ≥ 1 − 0.01 for all" in line
+    assert not run(checkpoint, "--text", PROMPT, "--max-tokens", "8", "--attention", "dense", "--json")
+    dense = json.loads(capsys.readouterr().out)
+    assert (dense["tokens"], dense["text"], dense["certificate"]) == (tokens, tokenizer.decode(tokens), None)
 
 
 def test_json(checkpoint, capsys):
     sampled = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--json", "--max-tokens", "8")
     found = []
-    for options in (("--seed", "1"), ("--seed", "1", "--attention", "dense"), ("--seed", "2")):
+    for options in (("--seed", "1"), ("--seed", "1", "--delta-scope", "call"), ("--seed", "2")):
         assert not run(checkpoint, "--text", PROMPT, *sampled, *options)
         found.append(json.loads(capsys.readouterr().out))
-    first, dense, other = found
-    assert first["tokens"] == dense["tokens"] != other["tokens"]  # so short a context is read exactly
+    first, call, other = found
+    assert first["tokens"] == call["tokens"] != other["tokens"]
     assert (first["finish_reason"], first["prompt_tokens"], len(first["tokens"])) == ("length", 17, 8)
-    assert dense["certificate"] is None
+    assert (call["certificate"]["delta_scope"], call["certificate"]["delta_per_call"]) == ("call", 0.01)
     assert first["certificate"]["calls"] == 28
     assert first["certificate"]["delta_per_call"] == pytest.approx(0.01 / 28)
     assert set(first["timings"]) == {"load_s", "prefill_s", "decode_s", "tokens_per_s"}
@@ -81,14 +82,15 @@ def test_json(checkpoint, capsys):
 
 
 def test_conversation(chatty, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nAnd you?\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello and good day\n\nAnd you?\n"))
     assert not run(chatty, "--chat", "--json", "--max-tokens", "8")
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    for answer, asked in ((first, "u:Hello;a:"), (second, f"u:Hello;a:{first['text'].strip()};u:And you?;a:")):
+    hello = "u:Hello and good day;a:"
+    for answer, asked in ((first, hello), (second, f"{hello}{first['text'].strip()};u:And you?;a:")):
         assert not run(chatty, "--text", asked, "--json", "--max-tokens", "8")
         whole = json.loads(capsys.readouterr().out)
         assert (answer["text"], answer["prompt_tokens"]) == (whole["text"], whole["prompt_tokens"])
-    assert first["prompt_tokens_read"] == first["prompt_tokens"] == 1 + len("u:Hello;a:")
+    assert first["prompt_tokens_read"] == first["prompt_tokens"] == 1 + len(hello)
     assert second["prompt_tokens_read"] < second["prompt_tokens"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n" + 10 * "And you?"))
     assert run(chatty, "--chat", "--context", "30") == 1

@@ -6,16 +6,17 @@ import json
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from certjax.models.dummy import dummy_config, dummy_model
-from certjax.models.llama import Snapshot, decode, generate, snapshot
+from certjax.models.llama import Snapshot, decode, prefill, snapshot
 from certjax.models.llama.snapshot import snapshot_name
 
 RNG = np.random.default_rng(4)
 PROMPTS = [RNG.integers(0, 64, n).tolist() for n in (70, 9)]
-QUESTIONS = [[[5, 6, 7], [8]], [[9], [1, 2]]]
+QUESTIONS = [[[5, 6, 7], [8]], [[9], [1, 2, 3]]]
 KEY = jax.random.key(3)
 
 
@@ -26,7 +27,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def taken():
-    return Snapshot.take(model(), PROMPTS, capacity=128)
+    return Snapshot.take(model(), PROMPTS, capacity=128, chunk=4)
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +42,16 @@ def test_every_question_is_answered_as_if_everything_had_been_read(taken, folder
         for more in QUESTIONS:
             result, _ = decode(model(), *held.resume(model(), more), max_new_tokens=4, rng=KEY)
             whole = [prompt + question for prompt, question in zip(PROMPTS, more, strict=True)]
-            chex.assert_trees_all_equal(result.tokens, generate(model(), whole, max_new_tokens=4, rng=KEY).tokens)
+            read = prefill(model(), whole, model().init_caches(2, 128), chunk=4)
+            chex.assert_trees_all_equal(result.tokens, decode(model(), *read, max_new_tokens=4, rng=KEY)[0].tokens)
 
 
 def test_every_bit_comes_back(taken, folder):
     back = Snapshot.load(folder, model().with_attention("certified"))
     chex.assert_trees_all_equal((back.logits, back.caches), (taken.logits, taken.caches), strict=True)
     assert (back.prompts, back.identity, back.seconds) == (taken.prompts, taken.identity, taken.seconds)
-    half = Snapshot.take(model(), [[1, 2]], capacity=64, cache_dtype="bfloat16")
+    some = lambda x: jnp.asarray(RNG.integers(0, 2, x.shape).astype(x.dtype))
+    half = dataclasses.replace(taken, caches=jax.tree.map(some, model().init_caches(2, 64, "bfloat16")))
     half.save(folder.parent / "half")
     chex.assert_trees_all_equal(Snapshot.load(folder.parent / "half", model()).caches, half.caches, strict=True)
 
