@@ -93,11 +93,15 @@ def run(
     def answer(ids: list[int], turn: int) -> str:
         pieces = tokenizer.stream()
         say = lambda piece: None if as_json else print(piece, end="", flush=True)
-        result = session.answer(
-            ids, max_new_tokens=max_tokens, rng=jax.random.fold_in(key, turn),
-            on_token=lambda token: say(pieces.push(token)), temperature=temperature, top_k=top_k, top_p=top_p,
-            certified_config=promise, delta_scope=delta_scope,
-        )  # fmt: skip
+        try:
+            result = session.answer(
+                ids, max_new_tokens=max_tokens, rng=jax.random.fold_in(key, turn),
+                on_token=lambda token: say(pieces.push(token)), temperature=temperature, top_k=top_k, top_p=top_p,
+                certified_config=promise, delta_scope=delta_scope,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            say("\n")
+            raise
         say(f"{pieces.flush()}\n")
         said = tokenizer.decode(result.tokens)
         certificate = None

@@ -95,7 +95,8 @@ def generate(
       max_new_tokens: generated at most, for each row.
       rng: key of everything random, the attention's perturbations included: one, into which the row's index is folded,
         or one a row, [B]. A row's key is its own: in another batch, or alone, the row draws the same, and has the same
-        tokens but for what float32 rounding does to a tie (prefills of other shapes sum in another order).
+        tokens but for what float32 rounding does to a tie (prefills of other shapes sum in another order), if δ is that
+        of a call.
       end_ids: tokens that end a row; may be several.
       temperature: 0 for the most likely token each time.
       top_k: draw from that many most likely tokens; None for all. Another number compiles again.
