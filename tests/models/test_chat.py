@@ -118,4 +118,4 @@ def test_the_demo_models_template():
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nHi.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert ids.count(1) == 6  # <|im_start|> is also what the file calls the begin-of-text token: none is added
+    assert ids.count(1) == 5  # <|im_start|> is also what the file calls the begin-of-text token: none is added
