@@ -113,13 +113,15 @@ def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
     return facts
 
 
-def load_arrays(path: str | os.PathLike[str], like: dict[str, Any], sharding: Any = None) -> dict[str, Any]:
+def load_arrays(path: str | os.PathLike[str], like: dict[str, Any]) -> dict[str, Any]:
     """Reads what `save_arrays` wrote.
 
     Args:
       path: the folder.
       like: nested dict of `jax.ShapeDtypeStruct`, what must be there.
-      sharding: as for `load`.
+
+    Returns:
+      The arrays, on the first device.
 
     Raises:
       ValueError: nothing of that kind is there, it is damaged, or it holds arrays of other names, shapes or dtypes.
@@ -137,7 +139,7 @@ def load_arrays(path: str | os.PathLike[str], like: dict[str, Any], sharding: An
         wrong = _differences(described(like), described(stored))
         if wrong:
             raise ValueError(f"{path}: holds other arrays than expected: {', '.join(wrong[:10])}")
-        return ocp.load(path / _ARRAYS, _abstract(stored, None, sharding))
+        return ocp.load(path / _ARRAYS, _abstract(stored, None, None))
 
 
 def _differences(expected: Any, found: dict[str, Any]) -> list[str]:

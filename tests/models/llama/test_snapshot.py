@@ -105,6 +105,7 @@ def test_refuses_what_is_damaged_or_no_snapshot(taken, tmp_path):
 
 
 def test_name_follows_all_that_matters(monkeypatch):
+    """Row 69 of pitfalls.md: what took long is kept, and found again."""
     one = model()
     name = lambda *, model=one, rows=((1, 2),), S=64, dtype="bfloat16": snapshot_name(model, rows, S, dtype)
     longer = dummy_model(dataclasses.replace(model().config, max_positions=64))
