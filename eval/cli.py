@@ -1,11 +1,13 @@
 """The console command `certjax`."""
 
 import argparse
-import dataclasses
 import contextlib
+import dataclasses
 import functools
 import io
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +49,13 @@ def _convert(args: argparse.Namespace) -> None:
     for message in summary.messages:
         print(f"note: {message}", file=sys.stderr)
     print(f"{summary.target}: {summary.model_type}, {summary.parameters / 1e6:.1f} M parameters in {summary.dtype}")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from certjax.eval import generate
+
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "chat")}
+    generate.run(**options)
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -146,6 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_convert)
 
+    _add_generate(commands)
+
     command = commands.add_parser(
         "demo", help="read a document, generate with certified attention, print what was certified"
     )
@@ -173,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--replay", type=int, default=16, help="steps replayed against dense attention (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
     command.add_argument(
-        "--prefill-dir", metavar="DIR", help="keep there what reading the text gave (large files), and use it again"
+        "--prefill-dir", metavar="DIR", help="keep there what reading the text gave (large snapshots), and use it again"
     )
     command.set_defaults(run=_demo)
 
@@ -253,10 +264,86 @@ def _run_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=int, help="of everything random")
 
 
+def _add_generate(commands: Any) -> None:
+    command = commands.add_parser(
+        "generate",
+        help="continue a text, or hold a conversation, with certified attention",
+        description="Continues a text, or holds a conversation. The text goes to standard output as it is made, what "
+        "is to be said about it to standard error.",
+        epilog="""examples:
+  certjax convert model.gguf model/                  once: make a checkpoint of what you downloaded
+  certjax generate model/ --text "Once upon a time"
+  certjax generate model/ --prompt book.txt --max-tokens 100 --json
+  cat book.txt | certjax generate model/ --prompt - --temperature 0.8 --top-p 0.95 --seed 1
+  certjax generate model/ --chat                     for models that have a chat template
+
+The first step compiles the model's program, which may take minutes. With the environment variable
+JAX_COMPILATION_CACHE_DIR set to a folder, the next run finds it there.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder made by `certjax convert`")
+    source = command.add_argument_group("what to continue (one of these)").add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", dest="prompt_file", metavar="FILE", help="a UTF-8 text; - for standard input")
+    source.add_argument("--text", help="this text")
+    source.add_argument("--chat", action="store_true", help="a conversation: each line of standard input is a turn")
+    group = command.add_argument_group("attention")
+    group.add_argument(
+        "--attention",
+        choices=("certified", "dense"),
+        default="certified",
+        help="of the generated tokens; the prompt is always read exactly (%(default)s)",
+    )
+    group.add_argument(
+        "--epsilon", type=float, default=0.1, metavar="E", help="error relative to the value scale M (%(default)s)"
+    )
+    group.add_argument(
+        "--delta",
+        type=float,
+        default=0.01,
+        metavar="D",
+        help="probability that anything certified is off (%(default)s)",
+    )
+    group.add_argument(
+        "--delta-scope",
+        choices=("call", "generation"),
+        default="generation",
+        help="what delta is for: one attention call (head, layer, step), or a whole answer (%(default)s)",
+    )
+    group = command.add_argument_group("choice of tokens")
+    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (%(default)s)")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the most likely token each time (%(default)s)",
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens up to P (%(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (%(default)s)")
+    command.add_argument(
+        "--context", type=int, metavar="N", help="with --chat: tokens of the conversation (default: 8192 at most)"
+    )
+    command.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print JSON, an object an answer: text, tokens, finish_reason, certificate, timings",
+    )
+    command.set_defaults(run=_generate)
+
+
 def _main(args: argparse.Namespace) -> int:
     logging.set_verbosity(logging.WARNING)  # libraries report their progress at INFO
     try:
-        return args.run(args) or 0
+        status = args.run(args) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the end would fail again
+        return 128 + signal.SIGPIPE
     except (
         ValueError
     ) as error:  # the caller's mistakes, in one line; anything else is a fault of ours and keeps its traceback

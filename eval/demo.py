@@ -7,16 +7,15 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import certjax
-from certjax.eval import demo_table, prefill_file
-from certjax.eval.prefill_file import Prefill
+from certjax.eval import demo_table
 from certjax.eval.progress import Progress
 from certjax.eval.replay import audited_attention
 from certjax.models import Tokenizer, checkpoints
-from certjax.models.llama import GenerateResult, Llama, LlamaConfig, decode, load_model, prefill
+from certjax.models.llama import GenerateResult, Llama, LlamaConfig, Snapshot, decode, load_model
+from certjax.models.llama.snapshot import snapshot_name
 
 CONTEXT = 8192  # positions where none are asked for
 ROUNDS = 3  # generations with each attention, in turn: what else runs on the machine slows both alike
@@ -47,7 +46,7 @@ def run(
       delta_total: probability that any certified head output of the generation is off.
       replay_steps: steps whose certified outputs are compared with dense attention on the same inputs.
       seed: of the perturbations, 0 … 2³² − 1.
-      prefill_dir: folder that keeps what reading a document gave, one file each (about the bytes of the caches), and
+      prefill_dir: folder that keeps what reading a document gave, a snapshot each (about the bytes of the caches), and
         is looked into before reading one; None for neither.
 
     Returns:
@@ -98,7 +97,7 @@ def run(
         f"δ = {delta_total} in all"
     )
 
-    start, kept = prefilled(model, ids, context, checkpoint, prefill_dir)
+    start, kept = prefilled(model, ids, context, prefill_dir)
     rng = jax.random.key(seed)
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else (" ⟶", "")
     print(f"… {tokenizer.decode(ids[-24:])}{bold}", end="", flush=True)
@@ -176,31 +175,33 @@ def stretched(config: LlamaConfig, positions: int) -> LlamaConfig:
     return dataclasses.replace(config, max_positions=positions, rope=rope)
 
 
-def prefilled(
-    model: Llama, ids: list[int], capacity: int, checkpoint: str, prefill_dir: str | None
-) -> tuple[Prefill, bool]:
-    """What reading the tokens gives, and whether it was kept from before."""
+def prefilled(model: Llama, ids: list[int], capacity: int, prefill_dir: str | None) -> tuple[Snapshot, bool]:
+    """Reads a document, or takes what the folder keeps of reading it.
+
+    Returns:
+      The snapshot; whether it is from the folder.
+    """
     path = None
     if prefill_dir is not None:
-        path = Path(prefill_dir) / prefill_file.file_name(checkpoint, model, ids, capacity, DTYPE)
+        path = Path(prefill_dir) / snapshot_name(model, [ids], capacity, DTYPE)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{prefill_dir}: cannot be made: {error.strerror}; give another folder") from error
-        kept = prefill_file.read(path, model, capacity, DTYPE)
-        if kept is not None:
-            return kept, True
-    start = time.monotonic()
+        if path.exists():
+            return Snapshot.load(path, model, [ids]), True
     with Progress("prefill", "tokens") as progress:
-        logits, caches = prefill(model, [ids], model.init_caches(1, capacity, DTYPE), progress=progress)
-    result = Prefill(logits, caches, time.monotonic() - start)
+        snapshot = Snapshot.take(model, [ids], capacity=capacity, cache_dtype=DTYPE, progress=progress)
     if path is not None:
-        prefill_file.write(path, result)
-    return result, False
+        try:
+            snapshot.save(path)
+        except ValueError as error:  # the reading itself is not lost by that
+            print(f"not kept: {error}", file=sys.stderr)
+    return snapshot, False
 
 
 def _generate(
-    model: Llama, start: Prefill, promise: "certjax.Config", count: int, rng: jax.Array, tokenizer=None
+    model: Llama, start: Snapshot, promise: "certjax.Config", count: int, rng: jax.Array, tokenizer=None
 ) -> tuple[GenerateResult, np.ndarray]:
     """Decodes from a copy of the caches.
 
@@ -217,8 +218,7 @@ def _generate(
 
     result, _ = decode(
         model,
-        start.logits,
-        jax.tree.map(jnp.copy, start.caches),
+        *start.resume(model),
         max_new_tokens=count,
         rng=rng,
         certified_config=promise,

@@ -2,6 +2,10 @@
 
     <checkpoint>/manifest.json  config.json  tokenizer.json  tokenizer_config.json  params/
 
+Other arrays (`save_arrays`) lie in a folder of the same kind, without config and tokenizer:
+
+    <folder>/manifest.json  arrays/
+
 This is the one file that imports Orbax. It uses the V1 API, which lives under an experimental path until Orbax 1.0.
 """
 
@@ -29,7 +33,7 @@ from orbax.checkpoint import v1 as ocp
 from certjax.models.source import read_blocks, read_json
 
 FORMAT_VERSION = 1
-_PARAMS, _MANIFEST = "params", "manifest.json"
+_PARAMS, _ARRAYS, _MANIFEST = "params", "arrays", "manifest.json"
 
 Progress = Callable[[int, int], None]
 
@@ -87,18 +91,87 @@ def save(
     if not keys or not all(isinstance(key, str) and key for key in keys):
         wrong = sorted(repr(key) for key in keys if not isinstance(key, str) or not key) or "nothing"
         raise ValueError(f"params: expected nested dicts with string keys and arrays, got {wrong}")
+    files = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokenizer_config}
+    files["manifest"] = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint}
+    _write(path, _PARAMS, params, files, progress)
+
+
+def save_arrays(path: str | os.PathLike[str], arrays: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Writes arrays and what is known of them: all of it or nothing, as `save` does.
+
+    Args:
+      path: the new folder; the folder above it must exist.
+      arrays: nested dict; keys are strings.
+      facts: JSON object, without "crc32".
+
+    Raises:
+      ValueError: `path` is taken or cannot be written.
+    """
+    _write(check_target(path), _ARRAYS, arrays, {"manifest": facts})
+
+
+def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The facts that `save_arrays` was given.
+
+    Raises:
+      ValueError: nothing of that kind is there.
+    """
+    facts = read_json(Path(path) / _MANIFEST)
+    if facts is None or not (Path(path) / _ARRAYS).is_dir():
+        raise ValueError(f"{path}: no arrays that certjax saved: {_MANIFEST} or {_ARRAYS} is missing")
+    return facts
+
+
+def load_arrays(path: str | os.PathLike[str], like: dict[str, Any]) -> dict[str, Any]:
+    """Reads what `save_arrays` wrote.
+
+    Args:
+      path: the folder.
+      like: nested dict of `jax.ShapeDtypeStruct`, what must be there.
+
+    Returns:
+      The arrays, on the first device.
+
+    Raises:
+      ValueError: nothing of that kind is there, it is damaged, or it holds arrays of other names, shapes or dtypes.
+    """
+    path = Path(path).absolute()
+    wrong = _differences(read_facts(path).get("crc32"), _checksums(path / _ARRAYS))
+    if wrong:
+        raise ValueError(f"{path}: damaged, missing or changed: {', '.join(wrong[:10])}; delete it and make it again")
+    with _no_database_warnings():
+        stored = ocp.metadata(path / _ARRAYS).metadata
+        described = lambda tree: {
+            jax.tree_util.keystr(where): f"{np.dtype(x.dtype).name} {tuple(x.shape)}"
+            for where, x in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        wrong = _differences(described(like), described(stored))
+        if wrong:
+            raise ValueError(f"{path}: holds other arrays than expected: {', '.join(wrong[:10])}")
+        return ocp.load(path / _ARRAYS, _abstract(stored, None, None))
+
+
+def _differences(expected: Any, found: dict[str, Any]) -> list[str]:
+    """Names whose values differ, or that are on one side only."""
+    expected = expected if isinstance(expected, dict) else {}
+    return [name for name in sorted(expected.keys() | found) if expected.get(name) != found.get(name)]
+
+
+def _write(
+    path: Path,
+    folder: str,
+    arrays: dict[str, Any],
+    files: dict[str, dict[str, Any] | None],
+    progress: Progress | None = None,
+) -> None:
+    """Arrays in `folder`, and JSON files, the manifest with checksums; all in a new folder that replaces `path`."""
     with staged(path) as temporary:
         temporary.mkdir()
-        arrays = jax.tree.map(np.asarray, params)
+        arrays = jax.tree.map(np.asarray, arrays)
         written, summed = _halves(progress)
-        with _watching(temporary / _PARAMS, sum(a.nbytes for a in jax.tree.leaves(arrays)), written):
-            _save_params(temporary / _PARAMS, arrays)
-        files = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokenizer_config}
-        files["manifest"] = {
-            "format_version": FORMAT_VERSION,
-            "fingerprint": fingerprint,
-            "crc32": _checksums(temporary / _PARAMS, summed),
-        }
+        with _watching(temporary / folder, sum(a.nbytes for a in jax.tree.leaves(arrays)), written):
+            _save_tree(temporary / folder, arrays)
+        files["manifest"] = {**(files["manifest"] or {}), "crc32": _checksums(temporary / folder, summed)}
         for name, content in files.items():
             if content is not None:
                 text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -156,8 +229,7 @@ def load(
     summed, read = _halves(progress)
     stated, found = manifest.get("crc32"), _checksums(path / _PARAMS, summed)
     if config is None or tokenizer_config is None or not found or found != stated:
-        known = stated if isinstance(stated, dict) else {}
-        wrong = [f"{_PARAMS}/{name}" for name in sorted(known.keys() | found) if known.get(name) != found.get(name)]
+        wrong = [f"{_PARAMS}/{name}" for name in _differences(stated, found)]
         wrong += [n for n, c in (("config.json", config), ("tokenizer_config.json", tokenizer_config)) if c is None]
         raise ValueError(
             f"{path}: damaged checkpoint, missing or changed: {', '.join(wrong[:10]) or _PARAMS}; convert again"
@@ -199,7 +271,7 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
     return path
 
 
-def _save_params(path: Path, params: dict[str, Any]) -> None:
+def _save_tree(path: Path, arrays: dict[str, Any]) -> None:
     """One plain file per array, a few at a time: Orbax's default, one compressed database, is held in memory whole."""
     context = ocp.Context()
     context.array_options.saving.use_ocdbt = False
@@ -208,7 +280,7 @@ def _save_params(path: Path, params: dict[str, Any]) -> None:
     context.memory_options.write_concurrent_bytes = 64 << 20
     try:
         with _no_database_warnings(), context:
-            ocp.save(path, params)
+            ocp.save(path, arrays)
     except RuntimeError as error:  # what TensorStore makes of a full disk
         raise OSError(str(error)) from error
 

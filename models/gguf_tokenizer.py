@@ -33,8 +33,10 @@ def tokenizer_from_gguf(
     pre = values.get("tokenizer.ggml.pre")
     ends = [_token_id(metadata, f"{name}_token_id", vocab_size) for name in ("eos", "eot", "eom")]
     template = values.get("tokenizer.chat_template")
+    tokens, eos = values.get("tokenizer.ggml.tokens"), ends[0]
     config = {
         "bos_token_id": _token_id(metadata, "bos_token_id", vocab_size),
+        "eos_token": tokens[eos] if eos is not None and isinstance(tokens, list) and eos < len(tokens) else None,
         "eos_token_id": sorted({end for end in ends if end is not None}),
         "add_bos_token": values.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") is True,
         "chat_template": template if isinstance(template, str) else None,

@@ -144,6 +144,7 @@ def _tokenizer_config(folder: Path, config: dict[str, Any], tokenizer: dict[str,
     add_bos = stated.get("add_bos_token")
     if add_bos is None and built:  # then the post-processor of tokenizer.json decides
         add_bos = bos is not None and bos in built.encode("").ids
+    end = stated.get("eos_token")
     template = stated.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = next(
@@ -154,6 +155,7 @@ def _tokenizer_config(folder: Path, config: dict[str, Any], tokenizer: dict[str,
     return {
         "bos_token_id": bos,
         "eos_token_id": sorted(set(ids("eos"))),
+        "eos_token": end.get("content") if isinstance(end, dict) else end,
         "add_bos_token": add_bos is True,
         "chat_template": template,
     }

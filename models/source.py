@@ -47,7 +47,7 @@ class Source:
       tensors: Hugging Face tensor names to tensors, read one by one when asked for.
       tokenizer: the content of a ``tokenizer.json``, or None.
       tokenizer_config: ``bos_token_id`` (int or None), ``eos_token_id`` (list of int), ``add_bos_token`` (bool),
-        ``chat_template`` (str or None).
+        ``eos_token`` (str or None: the one that a chat template prints), ``chat_template`` (str or None).
       files: the files that hold the tensors.
       messages: what the user should know, a sentence each (a tokenizer that could not be read, say).
     """

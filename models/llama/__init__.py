@@ -12,3 +12,4 @@ from certjax.models.llama.params import params_from_tensors as params_from_tenso
 from certjax.models.llama.prefill import prefill as prefill
 from certjax.models.llama.prefill import unpadded as unpadded
 from certjax.models.llama.rope_config import RopeConfig as RopeConfig
+from certjax.models.llama.snapshot import Snapshot as Snapshot

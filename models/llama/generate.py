@@ -17,6 +17,7 @@ from certjax.models.llama.sampling import sample
 NO_TOKEN = -1
 
 Stream = Callable[[int, np.ndarray], None]
+_Told = tuple[jax.Array, jax.Array]  # int32 tokens [B] of the newest step, bool [B]: rows that have ended
 
 
 @jax.tree_util.register_dataclass
@@ -55,15 +56,18 @@ class _State:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Options:
-    """What may differ between calls without compiling again, but for None against a value."""
+    """What may differ between calls without compiling again, but for None against a value, and `top_k`.
+
+    The two keys are [B], one a row.
+    """
 
     attention_rng: jax.Array
     sample_rng: jax.Array
     end_ids: jax.Array
     temperature: jax.Array | None
-    top_k: jax.Array | None
     top_p: jax.Array | None
     config: "certjax.Config"
+    top_k: int | None = dataclasses.field(metadata={"static": True})
 
 
 def generate(
@@ -89,10 +93,13 @@ def generate(
       model: the model.
       prompts: B sequences of token ids; lengths may differ.
       max_new_tokens: generated at most, for each row.
-      rng: key of everything random, the attention's perturbations included.
+      rng: key of everything random, the attention's perturbations included: one, into which the row's index is folded,
+        or one a row, [B]. A row's key is its own: in another batch, or alone, the row draws the same, and has the same
+        tokens but for what float32 rounding does to a tie (prefills of other shapes sum in another order), if δ is that
+        of a call.
       end_ids: tokens that end a row; may be several.
       temperature: 0 for the most likely token each time.
-      top_k: draw from that many most likely tokens; None for all.
+      top_k: draw from that many most likely tokens; None for all. Another number compiles again.
       top_p: draw from the smallest set of most likely tokens of that probability; 1 for all.
       certified_config: replaces the model's; ε and δ may vary without compiling again.
       delta_scope: what its δ is for: "call", a single attention output (one query head of one layer, row and step), or
@@ -143,15 +150,15 @@ def decode(
     """Generates after a prefill. Arguments that are not listed are those of `generate`.
 
     One program is compiled for a shape; it runs from any step to any other. Without `stream` a single call of it makes
-    all tokens. With `stream` it is called once a token, the state staying on the device, so that the callback is
-    ordinary Python between two calls: it may block, print, raise, and use JAX.
+    all tokens. With `stream` it is called once a token, the state staying on the device, and the callback is ordinary
+    Python: it may block, print, raise, and use JAX. The next step is under way meanwhile.
 
     Args:
       model: the model.
       logits: [B, V] after the last prompt token, from `prefill`.
       caches: one a layer; donated. Copy them first to decode twice from one prefill.
       max_new_tokens: generated at most, for each row.
-      rng: key.
+      rng: as for `generate`.
       end_ids: as for `generate`.
       temperature: as for `generate`.
       top_k: as for `generate`.
@@ -179,28 +186,53 @@ def _decode(model, logits, caches, options, max_new_tokens, stream) -> tuple[Gen
     model = model.with_attention(model.attention)  # its ε and δ are in the options: no other program for other values
     # Flattened once: at each call of a jitted function NNX walks all modules in Python, 5 ms for 30 layers.
     weights, structure = jax.tree.flatten(model)
-    state = _begin(structure, weights, logits, caches, options, max_new_tokens=max_new_tokens)
-    if stream is not None:
-        stream(0, np.asarray(state.token))
-        for step in range(1, max_new_tokens):
-            if np.asarray(state.done).all():
+    state, told = _begin(structure, weights, logits, caches, options, max_new_tokens=max_new_tokens)
+    if stream is None:
+        if max_new_tokens > 1:
+            state, _ = _run(structure, weights, state, options, np.int32(max_new_tokens))
+    else:
+        for step in range(max_new_tokens):
+            # Handing over hundreds of arrays takes the host milliseconds: done while the step before is computed.
+            # A step after the last row's end does nothing.
+            upcoming = None
+            if step + 1 < max_new_tokens:
+                state, upcoming = _run(structure, weights, state, options, np.int32(step + 2))
+            token, done = told
+            stream(step, np.asarray(token))
+            if upcoming is None or np.asarray(done).all():
                 break
-            state = _run(structure, weights, state, options, np.int32(step + 1))
-            stream(step, np.asarray(state.token))
-    elif max_new_tokens > 1:
-        state = _run(structure, weights, state, options, np.int32(max_new_tokens))
+            told = upcoming
     return GenerateResult(tokens=state.tokens, lengths=state.count, statistics=state.statistics), state.caches
 
 
 def _options(
     model, batch, max_new_tokens, rng, end_ids, temperature, top_k, top_p, certified_config, delta_scope
 ) -> _Options:
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
+    check_options(max_new_tokens, temperature, top_k, top_p, delta_scope)
     ends = np.asarray(sorted(end_ids), np.int32)
     vocab = model.config.vocab_size
     if ends.size and (ends[0] < 0 or ends[-1] >= vocab):
         raise ValueError(f"end_ids {ends.tolist()} must lie in the vocabulary 0 … {vocab - 1}")
+    config = model.certified_config if certified_config is None else certified_config
+    if delta_scope == "generation":
+        calls = model.config.num_heads * model.config.num_layers * batch * max(max_new_tokens - 1, 1)
+        config = dataclasses.replace(config, delta=config.delta / calls)
+    keys = jax.vmap(jax.random.split)(_row_keys(rng, batch))
+    return _Options(
+        attention_rng=keys[:, 0],
+        sample_rng=keys[:, 1],
+        end_ids=jnp.asarray(ends),
+        temperature=jnp.float32(temperature) if temperature else None,
+        top_p=jnp.float32(top_p) if temperature and top_p < 1 else None,
+        config=config,
+        top_k=min(top_k, vocab) if temperature and top_k is not None else None,
+    )
+
+
+def check_options(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float, delta_scope: str) -> None:
+    """Raises ValueError for what `generate` would refuse whatever the model, before one is loaded."""
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
     if not (np.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature!r}")
     if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
@@ -209,24 +241,26 @@ def _options(
         raise ValueError(f"top_p must lie in (0, 1], got {top_p!r}")
     if delta_scope not in ("call", "generation"):
         raise ValueError(f'delta_scope must be "call" or "generation", got {delta_scope!r}')
-    config = model.certified_config if certified_config is None else certified_config
-    if delta_scope == "generation":
-        calls = model.config.num_heads * model.config.num_layers * batch * max(max_new_tokens - 1, 1)
-        config = dataclasses.replace(config, delta=config.delta / calls)
-    attention_rng, sample_rng = jax.random.split(rng)
-    return _Options(
-        attention_rng=attention_rng,
-        sample_rng=sample_rng,
-        end_ids=jnp.asarray(ends),
-        temperature=jnp.float32(temperature) if temperature else None,
-        top_k=jnp.int32(min(top_k, vocab)) if temperature and top_k is not None else None,
-        top_p=jnp.float32(top_p) if temperature and top_p < 1 else None,
-        config=config,
-    )
+
+
+def _row_keys(rng: jax.Array, batch: int) -> jax.Array:
+    """One key a row, [B]."""
+    if not jax.dtypes.issubdtype(jnp.result_type(rng), jax.dtypes.prng_key) or rng.shape not in ((), (batch,)):
+        raise ValueError(
+            f"rng must be a key made by jax.random.key, or one key a row, [{batch}]: got {jnp.result_type(rng)} "
+            f"{jnp.shape(rng)}"
+        )
+    return rng if rng.shape else _fold_rows(rng, jnp.arange(batch))
+
+
+_fold_rows = jax.vmap(jax.random.fold_in, in_axes=(None, 0))  # one key, B numbers
+_fold_step = jax.vmap(jax.random.fold_in, in_axes=(0, None))  # B keys, one number
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "max_new_tokens"), donate_argnames=("caches",))
-def _begin(structure, weights, logits, caches: Caches, options: _Options, *, max_new_tokens: int) -> _State:
+def _begin(
+    structure, weights, logits, caches: Caches, options: _Options, *, max_new_tokens: int
+) -> tuple[_State, _Told]:
     """Chooses the first token and makes empty buffers."""
     model: Llama = jax.tree.unflatten(structure, weights)
     B = logits.shape[0]
@@ -249,11 +283,11 @@ def _begin(structure, weights, logits, caches: Caches, options: _Options, *, max
         hints=hints,
         statistics=buffers,
     )
-    return _choose(state, logits, options)
+    return _telling(_choose(state, logits, options))
 
 
 @functools.partial(jax.jit, static_argnames=("structure",), donate_argnames=("state",))
-def _run(structure, weights, state: _State, options: _Options, limit: jax.Array) -> _State:
+def _run(structure, weights, state: _State, options: _Options, limit: jax.Array) -> tuple[_State, _Told]:
     """Decodes until `limit` tokens are chosen or every row has ended."""
     model: Llama = jax.tree.unflatten(structure, weights)
 
@@ -261,7 +295,7 @@ def _run(structure, weights, state: _State, options: _Options, limit: jax.Array)
         return (state.step < limit) & ~state.done.all()
 
     def body(state):
-        rng = jax.random.fold_in(options.attention_rng, state.step)
+        rng = _fold_step(options.attention_rng, state.step)
         active = ~state.done
         logits, caches, hints, metrics = model.decode_step(
             jnp.maximum(state.token, 0), state.caches, state.hints, rng=rng, config=options.config, active=active
@@ -276,12 +310,17 @@ def _run(structure, weights, state: _State, options: _Options, limit: jax.Array)
         state = dataclasses.replace(state, caches=caches, hints=hints, statistics=statistics)
         return _choose(state, logits, options)
 
-    return jax.lax.while_loop(unfinished, body, state)
+    return _telling(jax.lax.while_loop(unfinished, body, state))
+
+
+def _telling(state: _State) -> tuple[_State, _Told]:
+    """The state, and apart from it what the host wants to know: the state goes into the next call, which ends it."""
+    return state, (state.token, state.done)
 
 
 def _choose(state: _State, logits: jax.Array, options: _Options) -> _State:
     """Adds a token to every row that has not ended."""
-    rng = jax.random.fold_in(options.sample_rng, state.step)
+    rng = _fold_step(options.sample_rng, state.step)
     token = sample(logits, rng, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     token = jnp.where(state.done, NO_TOKEN, token)
     return dataclasses.replace(

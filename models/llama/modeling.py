@@ -36,7 +36,7 @@ class DecodeAttention(Protocol):
         hint: "certjax.Hint",
         config: "certjax.Config",
     ) -> "certjax.AttentionResult | tuple[certjax.AttentionResult, Metrics]":
-        """Attends query [B, 1, N, H] to the cache, which holds the step's own key already.
+        """Attends query [B, 1, N, H] to the cache, which holds the step's own key already; rng as in `decode_step`.
 
         Returns:
           An `AttentionResult`, or that and a dict of [B, N] arrays for the statistics of `generate`.
@@ -249,7 +249,7 @@ class Llama(nnx.Module):
           tokens: int32 [B], at position `caches[0].length`.
           caches: one a layer.
           hints: what the previous step returned, or `init_hints`.
-          rng: key of this step; the layers' keys are split off it here.
+          rng: key of this step, or one a row, [B]; the layers' keys are split off it here.
           config: for the attention; `delta` is that of a single call.
           active: bool [B]; rows that are False append nothing, and their logits mean nothing. Default: all active.
 
@@ -259,7 +259,9 @@ class Llama(nnx.Module):
         rotary = self.rotary(caches[0].length[:, None])
         x = self.embed(tokens[:, None])
         new_caches, new_hints, metrics = [], [], []
-        keys = jax.random.split(rng, len(self.layers))  # at once: on CPUs a fold_in for every layer takes its time
+        # At once: on CPUs a fold_in for every layer takes its time.
+        split = functools.partial(jax.random.split, num=len(self.layers))
+        keys = jax.vmap(split, out_axes=1)(rng) if rng.shape else split(rng)
         for i, layer in enumerate(self.layers):
             x, (cache, hint, metric) = layer(
                 x, rotary, functools.partial(self.attend, i, caches[i], hints[i], keys[i], config, active)

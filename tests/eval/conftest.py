@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -45,3 +46,11 @@ def text(tmp_path):
     path = tmp_path / "text"
     path.write_text("".join(chr(97 + i * i % 26) for i in range(119)))
     return str(path)
+
+
+@pytest.fixture
+def quick_compilation():
+    """Tiny models take far longer to compile than to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

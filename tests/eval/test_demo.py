@@ -1,16 +1,15 @@
-"""`certjax demo`: the context and its scaling, prefills kept in files, the table."""
+"""`certjax demo`: the context and its scaling, prefills that are kept, the table."""
 
 import dataclasses
+from unittest import mock
 
 import chex
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from certjax.eval import demo, demo_table, prefill_file
+from certjax.eval import demo, demo_table
 from certjax.models.dummy import dummy_config, dummy_model
-from certjax.models.llama import GenerateResult, RopeConfig
+from certjax.models.llama import GenerateResult, RopeConfig, Snapshot
 from tests.eval.conftest import TRAINED
 
 
@@ -58,26 +57,24 @@ class TestContext:
             demo.run(checkpoint, prompt_file=text, prefill_dir=text)
 
 
-def test_a_document_is_read_once(kept, tmp_path, monkeypatch):
-    model, result = kept
-    read = []
-
-    def prefill(model, prompts, caches, *, progress):
-        assert caches[0].capacity == 64
-        read.append(prompts)
-        return result.logits, result.caches
-
-    monkeypatch.setattr(demo, "prefill", prefill)
-    (tmp_path / "manifest.json").write_text("{}")
-    get = lambda ids: demo.prefilled(model, ids, 64, str(tmp_path), str(tmp_path / "kept" / "here"))
-    first, from_file = get([1, 2])
-    assert not from_file
-    again, from_file = get([1, 2])
-    assert from_file
+def test_a_document_is_read_once(tmp_path, monkeypatch, capsys):
+    model, read = dummy_model(dummy_config(num_layers=1, max_positions=64)), []
+    take = Snapshot.take
+    monkeypatch.setattr(
+        Snapshot, "take", lambda model, rows, **options: read.append(rows) or take(model, rows, **options)
+    )
+    get = lambda ids: demo.prefilled(model, ids, 64, str(tmp_path / "kept" / "here"))
+    first, from_folder = get([1, 2])
+    assert not from_folder
+    again, from_folder = get([1, 2])
+    assert from_folder
     assert again.seconds == first.seconds
     chex.assert_trees_all_equal((again.logits, again.caches), (first.logits, first.caches), strict=True)
     assert not get([1, 3])[1]
     assert read == [[[1, 2]], [[1, 3]]]
+    monkeypatch.setattr(Snapshot, "save", mock.Mock(side_effect=ValueError("no room")))
+    assert not get([1, 4])[1]
+    assert "not kept: no room" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -95,7 +92,7 @@ def test_reads_once_and_scales_beyond_the_trained_positions(checkpoint, text, tm
     line = next(line for line in out.splitlines() if "decode, tokens/s" in line)
     assert line.endswith(f"{ratio:.2f}")
 
-    monkeypatch.setattr(demo, "prefill", None)
+    monkeypatch.setattr(Snapshot, "take", None)
     again = demo.run(checkpoint, context=120, **options)
     out, err = capsys.readouterr()
     assert "now read from it" in out
@@ -107,79 +104,6 @@ def test_reads_once_and_scales_beyond_the_trained_positions(checkpoint, text, tm
     with pytest.raises(TypeError):  # another context is another document: there is nothing to read
         demo.run(checkpoint, context=119, **options)
     capsys.readouterr()
-
-
-@pytest.fixture(scope="module")
-def kept():
-    """A model and what a prefill might have left in caches of 64 tokens."""
-    rng = np.random.default_rng(0)
-    model = dummy_model(dummy_config(max_positions=64))
-    some = lambda x: jnp.asarray(rng.integers(0, 2, x.shape).astype(x.dtype))
-    caches = jax.tree.map(some, model.init_caches(1, 64, "bfloat16"))
-    return model, prefill_file.Prefill(some(jnp.zeros((1, 64))), caches, 1.5)
-
-
-class TestPrefillFile:
-    def test_gives_back_every_bit(self, kept, tmp_path, capsys):
-        model, result = kept
-        path = tmp_path / "a.npz"
-        assert prefill_file.read(path, model, 64, "bfloat16") is None
-        prefill_file.write(path, result)
-        back = prefill_file.read(path, model, 64, "bfloat16")
-        assert back.seconds == 1.5
-        chex.assert_trees_all_equal((back.logits, back.caches), (result.logits, result.caches), strict=True)
-        assert list(tmp_path.iterdir()) == [path]
-        assert capsys.readouterr().err == ""
-
-    @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "other", "missing", "shape", "dtype"])
-    def test_what_cannot_be_used_goes(self, kept, damage, tmp_path, capsys):
-        model, result = kept
-        path = tmp_path / "a.npz"
-        prefill_file.write(path, result)
-        content = bytearray(path.read_bytes())
-        match damage:
-            case "empty":
-                path.write_bytes(b"")
-            case "cut":
-                path.write_bytes(content[: len(content) // 2])
-            case "flipped":
-                content[len(content) // 2] ^= 1
-                path.write_bytes(content)
-            case "other":
-                with path.open("wb") as file:
-                    np.save(file, np.zeros(3))
-            case _:
-                with np.load(path) as file:
-                    arrays = dict(file)
-                x = arrays.pop("1.value_size")
-                if damage != "missing":
-                    arrays["1.value_size"] = x[..., :-1] if damage == "shape" else x.astype(np.float32)
-                with path.open("wb") as file:
-                    np.savez(file, **arrays)
-        assert prefill_file.read(path, model, 64, "bfloat16") is None
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{path}: cannot be used, made again: ")
-        assert not path.exists()
-
-    def test_name_follows_all_that_matters(self, kept, tmp_path):
-        model, _ = kept
-        manifest = tmp_path / "manifest.json"
-        manifest.write_text("{}")
-        name = lambda *, model=model, ids=(1, 2), S=64, dtype="bfloat16": prefill_file.file_name(
-            tmp_path, model, ids, S, dtype
-        )
-        longer = dummy_model(demo.stretched(model.config, 128))
-        names = [name(), name(model=longer), name(ids=(1, 3)), name(S=128), name(dtype="float32")]
-        manifest.write_text('{"fingerprint": "other"}')
-        names.append(name())
-        assert len(set(names)) == len(names)
-        manifest.write_text("{}")
-        assert name(ids=[np.int32(1), np.int32(2)]) == names[0]
-
-    def test_a_folder_that_is_gone_is_no_error(self, kept, tmp_path, capsys):
-        path = tmp_path / "gone" / "a.npz"
-        prefill_file.write(path, kept[1])
-        assert capsys.readouterr().err.startswith(f"{path}: not kept: ")
 
 
 def test_delta_is_spent_on_exact_heads_too():

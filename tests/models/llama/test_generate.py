@@ -69,6 +69,7 @@ class DecodeStepTest(parameterized.TestCase):
 
 class GenerateTest(parameterized.TestCase):
     def test_greedy_ragged_batch_equals_each_row_alone(self):
+        """Row 38 of pitfalls.md."""
         model = dense_model()
         result = generate(model, PROMPTS, max_new_tokens=6, rng=KEY)
         chex.assert_shape(result.tokens, (3, 6))
@@ -195,6 +196,7 @@ class CertifiedTest(parameterized.TestCase):
         np.testing.assert_allclose(result.statistics["delta"], np.full((3, 2, 2, 4), expected), rtol=1e-6)
 
     def test_compiles_once(self):
+        """Row 9 of pitfalls.md."""
         chex.clear_trace_counter()
 
         @functools.partial(chex.assert_max_traces, n=1 + 1)  # the layer in the loop, and once to size the statistics
@@ -210,6 +212,8 @@ class CertifiedTest(parameterized.TestCase):
             )  # fmt: skip
 
     def test_loop_copies_neither_weights_nor_caches(self):
+        """Rows 6 and 7 of pitfalls.md."""
+
         def newest(query, cache, *, rng, hint, config):  # reads one value, so that all that is left is the loop's own
             del config
             at = (0, 0, cache.length[0] - 1, 0)
@@ -226,7 +230,7 @@ class CertifiedTest(parameterized.TestCase):
         weights, structure = jax.tree.flatten(model)
         caches, logits = model.init_caches(1, 8192), jnp.zeros((1, 1024))
         begin = functools.partial(_begin, structure, weights, max_new_tokens=4)
-        state = jax.eval_shape(begin, logits, caches, options)
+        state, _ = jax.eval_shape(begin, logits, caches, options)
         memory = _run.lower(structure, weights, state, options, np.int32(4)).compile().memory_analysis()
         cache_bytes = 8192 * 2 * 16 * 4
         assert memory.alias_size_in_bytes > 4 * cache_bytes  # keys and values of both layers
