@@ -10,7 +10,9 @@ from certjax.eval.tasks.ruler.templates import digest, read_bytes
 from certjax.eval.tasks.ruler.words import made_up
 
 _TOWNS = 3000  # of the made-up corpus: two documents each, some 400 000 tokens
-_CRAFTS = "baskets bells boats bread candles carpets cheese clocks flutes glass hats ink kites knives lamps paper pots ropes"
+_CRAFTS = (
+    "baskets bells boats bread candles carpets cheese clocks flutes glass hats ink kites knives lamps paper pots ropes"
+)
 _MONTHS = "January February March April May June July August September October November December"
 
 

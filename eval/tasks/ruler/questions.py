@@ -23,7 +23,9 @@ class Builder:
         item = self._corpus.items[self._order[index % len(self._order)]]
         chosen = list(item.own)
         if size >= len(documents) and not self._setting.fresh:
-            chosen = [i % len(documents) for i in range(size)]  # the published way: everything, and from the start again
+            chosen = [
+                i % len(documents) for i in range(size)
+            ]  # the published way: everything, and from the start again
         else:
             more = size - len(chosen)
             chosen += draws.rng.sample(item.related, min(len(item.related), max(more, 0)))

@@ -192,7 +192,6 @@ def _fresh(name: str, builder: Builder, setting: Setting, count: int) -> Iterato
 
 def _compat(name: str, builder: Builder, setting: Setting, count: int) -> Iterator[tuple[int, Draft]]:
 
-
     draws, room, step = Draws(random.Random(setting.seed), setting.seed), setting.length - setting.budget, builder.step
     tokens = lambda size: setting.tokens(builder.build(size, draws, 0))
     if name == "fwe":
