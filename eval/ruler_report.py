@@ -30,7 +30,8 @@ def summary(rows: Sequence[Row], gate: float) -> dict[str, Any]:
     found: dict[tuple, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         found[row["task"], row["length"], row["setup"], row["attention"]][row["id"].rsplit("/", 2)[0]] = row
-    cells, pools = [], defaultdict(list)
+    cells: list[dict[str, Any]] = []
+    pools: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
     for (task, length, setup, attention), here in found.items():
         dense = found.get((task, length, setup, "dense"), {})
         both = [name for name in here if name in dense]
@@ -94,8 +95,8 @@ def show(result: dict[str, Any]) -> None:
     settings = result["settings"]
     sources = "; ".join(f"{name}: {settings[name]['name']}" for name in ("words", "essay", "qa_1", "qa_2"))
     print(
-        f"RULER, generator {settings['generator']}, policy {settings['policy']}, seed {settings['seed']}, answer prefix "
-        f"{'on' if settings['prefix'] else 'off'}, chat format {settings['chat'] or 'off'}; "
+        f"RULER, generator {settings['generator']}, policy {settings['policy']}, seed {settings['seed']}, answer "
+        f"prefix {'on' if settings['prefix'] else 'off'}, chat format {settings['chat'] or 'off'}; "
         f"templates: {settings['templates_name']}; {sources}\n\n{_NOTES.format(gate=result['gate'])}"
     )
     print("| task | length | setup | attention | samples | score | nulls | − dense | p | exact | keys | |")

@@ -132,8 +132,8 @@ def towns(hops: int) -> Corpus:
     for i, (town, founder, river, birth) in enumerate(zip(towns, founders, rivers, births, strict=True)):
         a, b = rng.sample(crafts, 2)
         documents += [
-            f"{town} is a town on the river {river}. It was founded by {founder} in {rng.randrange(1100, 1900)} and has "
-            f"about {rng.randrange(12, 900)} hundred inhabitants. It is known for its {a} and its {b}. The fair of "
+            f"{town} is a town on the river {river}. It was founded by {founder} in {rng.randrange(1100, 1900)} and "
+            f"has about {rng.randrange(12, 900)} hundred inhabitants. It is known for its {a} and its {b}. The fair of "
             f"{town} is held every {rng.choice(months)}, when boats come up the {river} from the coast.",
             f"{founder} was a maker of {rng.choice(crafts)} who was born in {birth}. At the age of "
             f"{rng.randrange(16, 60)} the family moved away and took up the trade in {a}. {founder} wrote "

@@ -42,7 +42,7 @@ def task_score(scores: Sequence[float]) -> float:
 
 
 def weighted_averages(by_length: Mapping[int, float]) -> tuple[float, float]:
-    """wAvg (inc) and (dec): means over the lengths with weights 1 … n, and n … 1."""
+    """The published averages wAvg (inc) and (dec): means over the lengths with weights 1 … n, and n … 1."""
     scores = [by_length[length] for length in sorted(by_length)]
     total = math.comb(len(scores) + 1, 2)
     weigh = lambda values: sum(i * x for i, x in enumerate(values, 1)) / total

@@ -114,7 +114,7 @@ def generate(
 ) -> Iterator[Sample]:
     """Samples of one task and length, each as large as fits: prompt tokens + budget ≤ length.
 
-    Policy "fresh": a sample depends on seed, task, length and index alone; its size is searched for it, so that one more
+    Policy "fresh": a sample depends on seed, task, length and index alone; its size is searched for, so that one more
     unit would not fit; everything is shuffled by its own generator. Policy "compat" has the published generators'
     habits: one generator for all samples, which the search for the size uses up too; shuffles of needles, of word lists
     and of documents by a generator that begins anew with the seed each time, so that gold documents and common words
@@ -166,11 +166,11 @@ def generate(
                 f"{name}-{length}-{policy}{seed}-{index:05d}", name, length, index, context, question, answer_prefix,
                 draft.references, task.budget, task.metric, tokens(draft), size, builder.unit, draft.gold,
             )  # fmt: skip
-    except _CannotFit as error:
+    except _TooShortError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-class _CannotFit(ValueError):
+class _TooShortError(ValueError):
     """What is asked for cannot be made."""
 
 
@@ -184,9 +184,9 @@ def _fresh(name: str, builder: Builder, setting: Setting, count: int) -> Iterato
                 room, floor=builder.floor, ceiling=builder.ceiling, guess=guess,
             )  # fmt: skip
         except ValueError as error:
-            raise _CannotFit(f"{error} beside {setting.budget} for the answer; ask for a greater length") from None
+            raise _TooShortError(f"{error} beside {setting.budget} for the answer; ask for a greater length") from None
         if guess == builder.ceiling:
-            raise _CannotFit(f"all {guess} {builder.unit} that there are do not fill it; give a larger file")
+            raise _TooShortError(f"all {guess} {builder.unit} that there are do not fill it; give a larger file")
         yield guess, build(guess)
 
 
@@ -207,7 +207,7 @@ def _compat(name: str, builder: Builder, setting: Setting, count: int) -> Iterat
         used = size
         while setting.tokens(draft := builder.build(used, draws, index)) > room:
             if used <= step:
-                raise _CannotFit(
+                raise _TooShortError(
                     f"{used} {builder.unit} take more than the {room} tokens beside {setting.budget} for the answer; "
                     "ask for a greater length"
                 )

@@ -12,7 +12,7 @@ from certjax.eval.tasks.ruler.templates import digest, read_bytes
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity
 class Essay:
     """A text whose first words fill a prompt.
 

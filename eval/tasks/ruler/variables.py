@@ -1,5 +1,6 @@
 """Variable tracking: a chain of assignments hidden in noise, after one solved example."""
 
+import itertools
 import string
 
 from certjax.eval.tasks.ruler.parts import Draft, Draws, Setting, fresh_draws
@@ -46,7 +47,7 @@ class Builder:
             if name not in names:
                 names.append(name)
         chain = [wording["first"].format(name=names[0], value=value)]
-        chain += [wording["next"].format(name=b, previous=a) for a, b in zip(names, names[1:], strict=False)]
+        chain += [wording["next"].format(name=b, previous=a) for a, b in itertools.pairwise(names)]
         lines = [tables["haystack"]["noise"]] * size
         at = sorted((places or draws).rng.sample(range(size), len(chain)))
         for place, line in reversed(list(zip(at, chain, strict=True))):

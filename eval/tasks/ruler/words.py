@@ -16,7 +16,7 @@ odd old open pale patient plain polite proud pure quick quiet rapid rare ready r
 sandy secret sharp shiny short shy silent silver simple sleepy slim slow small smart smooth snowy sober soft solid
 sour spare stable steady steep stern stiff still stout strange strict strong sturdy subtle sudden sunny sweet swift
 tall tame tender thick thin tidy tiny tired tough true urgent vague vast warm wary wet wide wild wise wooden young
-""".split()
+"""
 _NOUNS = """
 acorn anchor apple apron arrow attic autumn badge baker balcony banner barrel basin basket beacon beaver bench berry
 bishop blanket blossom boulder branch bridge bucket button cabin camel candle canoe canvas carpet castle cave cellar
@@ -31,7 +31,7 @@ plum pocket poet pond potter prairie prince pumpkin puppet quarry queen quilt ra
 rocket saddle sailor salmon scarf school shadow shepherd shovel singer sister spider spoon square stable station
 statue stream summer swan sword tailor temple thistle thunder ticket tiger tower trumpet tunnel turtle uncle valley
 velvet village violin wagon walnut water whistle willow window winter wizard wolf yard zebra
-""".split()
+"""
 _VERBS = """
 accept admire agree arrive bake bathe begin believe blame borrow bounce build carry chase choose climb collect cook
 count cross dance decide deliver deny describe dig dream drift earn enjoy enter escape explain fetch fold follow forget
@@ -39,7 +39,7 @@ gather greet grow guard guess hasten hide hope hurry imagine invite join jump kn
 measure mend mention mix notice obey offer order paint pause plant pour praise prefer prevent promise pull push reach
 refuse remain repair rescue reply scatter search settle shake share shout sing skip smile sneeze stretch study swim
 teach tease thank throw tremble trust vanish visit wait wander wash weave welcome whisper wonder write yawn
-""".split()
+"""
 _MADE_UP = 40_000
 
 
@@ -80,14 +80,14 @@ class Words:
 def load(path: str | None) -> Words:
     """Words of a JSON or TOML file with the lists `nouns`, `adjectives` and `verbs`; ours for None.
 
-    Ours has 503 English words and 38 106 pairs, then made-up words; published results use lists of thousands (package wonderwords),
-    whose longer and rarer words take more tokens.
+    Ours has 503 English words and 38 106 pairs, then made-up words; published results use lists of thousands (package
+    wonderwords), whose longer and rarer words take more tokens.
 
     Raises:
       ValueError: a file that cannot be read, or a list that is missing, empty or holds anything but words.
     """
     if path is None:
-        lists = {"nouns": _NOUNS, "adjectives": _ADJECTIVES, "verbs": _VERBS}
+        lists = {"nouns": _NOUNS.split(), "adjectives": _ADJECTIVES.split(), "verbs": _VERBS.split()}
         name = "own words 1"
     else:
         lists, name = read_table(path), path
@@ -96,16 +96,17 @@ def load(path: str | None) -> Words:
         for key, words in lists.items():
             if not isinstance(words, list) or not words or not all(isinstance(w, str) and w.strip() for w in words):
                 raise ValueError(f"{path}: {key} must be a list of words, got {str(words)[:60]}")
-    return Words(*(tuple(lists[key]) for key in ("nouns", "adjectives", "verbs")), name, digest(lists))
+    nouns, adjectives, verbs = (tuple(lists[key]) for key in ("nouns", "adjectives", "verbs"))
+    return Words(nouns, adjectives, verbs, name, digest(lists))
 
 
 @functools.cache
 def made_up(count: int) -> list[str]:
     """Different pronounceable words of two syllables, always the same ones."""
-    onsets = "b bl br c cl d dr f fl g gr h k l m n p pl pr r s sk sl st t tr v w y z".split()
+    onsets = [*"bcdfghklmnprstvwyz", *(first + "l" for first in "bcfps"), *(first + "r" for first in "bcdfgpt")]
     syllables = [onset + vowel + coda for onset in onsets for vowel in "aeiou" for coda in ("", *"lmnrstx")]
     rng = random.Random(1)
     words: dict[str, None] = {}
     while len(words) < count:
-        words[rng.choice(syllables) + rng.choice(syllables)] = None
+        words["".join(rng.choices(syllables, k=2))] = None
     return list(words)
