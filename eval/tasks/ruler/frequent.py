@@ -4,6 +4,7 @@ import math
 import string
 
 from certjax.eval.tasks.ruler.parts import Draft, Draws, Setting
+from certjax.eval.tasks.ruler.sizing import DoesNotFitError
 
 _COMMON = 10
 _LETTERS, _ALPHA, _ZETA = 6, 2, math.pi**2 / 6  # ζ(2)
@@ -55,7 +56,7 @@ class CodedBuilder:
         self._setting = setting
         self._room = setting.length - setting.budget
         if self._room // 50 < 5:
-            raise ValueError(f"the smallest one needs a length of {250 + setting.budget}")
+            raise DoesNotFitError(f"needs a length of at least {250 + setting.budget}")
         self.step = max(self._room // 32, 1)
 
     def build(self, size: int, draws: Draws, index: int) -> Draft:

@@ -133,7 +133,7 @@ def run_sample(
     padded = np.zeros(max(-(-len(fed) // _PAD), 1) * _PAD, np.int32)
     padded[: len(fed)] = fed
     weights, structure = jax.tree.flatten(model.with_attention(attention))
-    tokens, count, steps, sums = _answer(
+    tokens, count, steps, sums, _ = _answer(
         structure, weights, caches, start.logits, padded, np.int32(len(fed)), np.int32(sample.budget), ends, rng,
         config, room=-(-sample.budget // _PAD) * _PAD,
     )  # fmt: skip
@@ -183,4 +183,5 @@ def _answer(structure, weights, caches: Caches, logits, fed, fed_count, budget, 
         "sums": dict.fromkeys(CERTIFICATE_METRICS, jnp.float32(0)),
     }
     state = jax.lax.while_loop(lambda s: ~s["done"] & (s["count"] < budget), body, choose(state, logits))
-    return state["tokens"], state["count"], state["steps"], state["sums"]
+    # The caches too, so that they are updated where they are.
+    return state["tokens"], state["count"], state["steps"], state["sums"], state["caches"]

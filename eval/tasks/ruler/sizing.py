@@ -3,6 +3,10 @@
 from collections.abc import Callable
 
 
+class DoesNotFitError(ValueError):
+    """A prompt that cannot be made: too little room, or nothing left to fill it with."""
+
+
 def largest(tokens: Callable[[int], int], limit: int, *, floor: int, ceiling: int | None, guess: int) -> int:
     """A size s with tokens(s) ≤ limit and tokens(s + 1) > limit, both looked at.
 
@@ -17,7 +21,7 @@ def largest(tokens: Callable[[int], int], limit: int, *, floor: int, ceiling: in
       guess: where to begin.
 
     Raises:
-      ValueError: the floor does not fit.
+      DoesNotFitError: the floor does not fit.
     """
     counts: dict[int, int] = {}
     top = float("inf") if ceiling is None else ceiling
@@ -39,7 +43,10 @@ def largest(tokens: Callable[[int], int], limit: int, *, floor: int, ceiling: in
     else:
         while low == high:
             if low == floor:
-                raise ValueError(f"the smallest one takes {counts[floor]} tokens, more than the {limit}")
+                raise DoesNotFitError(
+                    f"the smallest prompt takes {counts[floor]} tokens, more than the {limit} that the answer leaves; "
+                    "ask for a greater length"
+                )
             low = max(high - step, floor)
             if not fits(low):
                 high = low

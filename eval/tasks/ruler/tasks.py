@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from certjax.eval.tasks.ruler import frequent, niah, questions, variables
 from certjax.eval.tasks.ruler.niah import Needles
 from certjax.eval.tasks.ruler.parts import Builder, Draft, Draws, Materials, Policy, Setting, fresh_draws
-from certjax.eval.tasks.ruler.sizing import halved, largest
+from certjax.eval.tasks.ruler.sizing import DoesNotFitError, halved, largest
 
 # Raise it when a sample of the same seed and materials would change.
 GENERATOR_VERSION = 1
@@ -156,7 +156,6 @@ def generate(
         return sum(map(len, encode(tokenizer, *parts(draft))))
 
     setting = Setting(length, task.budget, materials, form, seed, policy, tokens)
-    where = f"{name} at length {length}"
     try:
         builder = task.make(setting)
         drafts = (_fresh if policy == "fresh" else _compat)(name, builder, setting, count)
@@ -166,27 +165,20 @@ def generate(
                 f"{name}-{length}-{policy}{seed}-{index:05d}", name, length, index, context, question, answer_prefix,
                 draft.references, task.budget, task.metric, tokens(draft), size, builder.unit, draft.gold,
             )  # fmt: skip
-    except _TooShortError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-class _TooShortError(ValueError):
-    """What is asked for cannot be made."""
+    except DoesNotFitError as error:
+        raise ValueError(f"{name} at length {length}: {error}") from None
 
 
 def _fresh(name: str, builder: Builder, setting: Setting, count: int) -> Iterator[tuple[int, Draft]]:
     room, guess = setting.length - setting.budget, builder.floor
     for index in range(count):
         build = lambda size, i=index: builder.build(size, fresh_draws(setting.seed, name, setting.length, i), i)
-        try:
-            guess = largest(
-                lambda size, build=build: setting.tokens(build(size)),
-                room, floor=builder.floor, ceiling=builder.ceiling, guess=guess,
-            )  # fmt: skip
-        except ValueError as error:
-            raise _TooShortError(f"{error} beside {setting.budget} for the answer; ask for a greater length") from None
+        guess = largest(
+            lambda size, build=build: setting.tokens(build(size)),
+            room, floor=builder.floor, ceiling=builder.ceiling, guess=guess,
+        )  # fmt: skip
         if guess == builder.ceiling:
-            raise _TooShortError(f"all {guess} {builder.unit} that there are do not fill it; give a larger file")
+            raise DoesNotFitError(f"all {guess} {builder.unit} that there are do not fill it; give a larger file")
         yield guess, build(guess)
 
 
@@ -207,9 +199,9 @@ def _compat(name: str, builder: Builder, setting: Setting, count: int) -> Iterat
         used = size
         while setting.tokens(draft := builder.build(used, draws, index)) > room:
             if used <= step:
-                raise _TooShortError(
-                    f"{used} {builder.unit} take more than the {room} tokens beside {setting.budget} for the answer; "
-                    "ask for a greater length"
+                raise DoesNotFitError(
+                    f"{used} {builder.unit} take more than the {room} tokens that the answer leaves; ask for a greater "
+                    "length"
                 )
             used -= step
         yield used, draft

@@ -18,11 +18,13 @@ class Builder:
     def __init__(self, setting: Setting):
         self._setting = setting
         self.step = 10 if setting.length >= 4096 else 5
-        draws = lambda: fresh_draws(setting.seed, "vt example")
-        self._example_size = largest(
-            lambda size: setting.tokens(self._chain(size, draws(), 3, "12345")) + setting.budget,
-            _EXAMPLE_TOKENS, floor=self.floor, ceiling=None, guess=self.floor,
-        )  # fmt: skip
+
+        def tokens(size: int) -> int:
+            draws = fresh_draws(setting.seed, "vt example")
+            return setting.tokens(self._chain(size, draws, 3, "12345")) + setting.budget
+
+        limit = max(_EXAMPLE_TOKENS, tokens(self.floor))  # the published example takes at most so many
+        self._example_size = largest(tokens, limit, floor=self.floor, ceiling=None, guess=self.floor)
 
     def build(self, size: int, draws: Draws, index: int) -> Draft:
         """A sample; `size` counts lines of noise."""
