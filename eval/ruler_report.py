@@ -39,7 +39,7 @@ def summary(rows: Sequence[Row], gate: float) -> dict[str, Any]:
         dense_score = ruler.task_score([row["score"] for row in dense.values()]) if dense else None
         cell = {
             "task": task, "length": length, "setup": setup, "attention": attention, "samples": len(here),
-            "score": ruler.task_score(scores), "interval": ruler.interval(scores),
+            "score": ruler.task_score(scores), "interval": list(ruler.interval(scores)),
             "nulls": sum(row["null"] for row in here.values()),
             "gated": dense_score is not None and dense_score < gate,
             "exact": _mean(here, "exact"), "keys_read": _mean(here, "keys_read"),

@@ -125,17 +125,13 @@ def run_sample(
         raise ValueError(f'setup must be "A" or "B", got {setup!r}')
     ends = np.asarray(sorted(tokenizer.eos_ids if end_ids is None else end_ids), np.int32)
     start = read(model, tokenizer, sample, cache_dtype=cache_dtype) if start is None else start
-    caches = jax.tree.map(jnp.copy, start.caches)
-    fed: list[int] = []
-    if setup == "B":
-        length = model.beside_weights(jnp.full((1,), len(start.context), jnp.int32))
-        caches, fed = tuple(dataclasses.replace(cache, length=length) for cache in caches), start.rest
+    fed, length = (start.rest, len(start.context)) if setup == "B" else ([], len(start.context) + len(start.rest))
     padded = np.zeros(max(-(-len(fed) // _PAD), 1) * _PAD, np.int32)
     padded[: len(fed)] = fed
     weights, structure = jax.tree.flatten(model.with_attention(attention))
     tokens, count, steps, sums, _ = _answer(
-        structure, weights, caches, start.logits, padded, np.int32(len(fed)), np.int32(sample.budget), ends, rng,
-        config, room=-(-sample.budget // _PAD) * _PAD,
+        structure, weights, jax.tree.map(jnp.copy, start.caches), np.int32(length), start.logits, padded,
+        np.int32(len(fed)), np.int32(sample.budget), ends, rng, config, room=-(-sample.budget // _PAD) * _PAD,
     )  # fmt: skip
     chosen = np.asarray(tokens)[: int(count)].tolist()
     steps = int(steps)
@@ -149,9 +145,15 @@ def run_sample(
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "room"), donate_argnames=("caches",))
-def _answer(structure, weights, caches: Caches, logits, fed, fed_count, budget, ends, rng, config, *, room: int):
-    """Feeds the first `fed_count` of `fed`, then what is most likely each time, until an end token or the budget."""
+def _answer(
+    structure, weights, caches: Caches, length, logits, fed, fed_count, budget, ends, rng, config, *, room: int
+):
+    """Feeds the first `fed_count` of `fed`, then what is most likely each time, until an end token or the budget.
+
+    The caches are cut back to `length` before.
+    """
     model: Llama = jax.tree.unflatten(structure, weights)
+    caches = tuple(dataclasses.replace(cache, length=jnp.full_like(cache.length, length)) for cache in caches)
 
     def choose(state, logits):
         """After `steps` fed tokens: the next one that is given, or the most likely one, which is kept."""
