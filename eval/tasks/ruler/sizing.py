@@ -21,13 +21,14 @@ def largest(tokens: Callable[[int], int], limit: int, *, floor: int, ceiling: in
       guess: where to begin.
 
     Raises:
-      DoesNotFitError: the floor does not fit.
+      DoesNotFitError: the floor does not fit, or sizes far above the limit do.
     """
     counts: dict[int, int] = {}
     top = float("inf") if ceiling is None else ceiling
 
     def fits(size: int) -> bool:
         counts[size] = tokens(size)
+        check_growth(size, counts[size], limit)
         return counts[size] <= limit
 
     low = high = int(min(max(guess, floor), top))
@@ -60,6 +61,12 @@ def largest(tokens: Callable[[int], int], limit: int, *, floor: int, ceiling: in
         interpolate = not interpolate
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def check_growth(size: int, count: int, limit: int) -> None:
+    """Raises DoesNotFitError where a size can be only so large because tokens are not counted: each unit has some."""
+    if count <= limit < size / 4 - 25:
+        raise DoesNotFitError(f"{size} units are counted as {count} tokens: does the tokenizer cut off what is long?")
 
 
 def halved(tokens: Callable[[int], int], limit: int, *, low: int, high: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from certjax.eval.tasks.ruler import frequent, niah, questions, variables
 from certjax.eval.tasks.ruler.niah import Needles
 from certjax.eval.tasks.ruler.parts import Builder, Draft, Draws, Materials, Policy, Setting, fresh_draws
-from certjax.eval.tasks.ruler.sizing import DoesNotFitError, halved, largest
+from certjax.eval.tasks.ruler.sizing import DoesNotFitError, check_growth, halved, largest
 
 # Raise it when a sample of the same seed and materials would change.
 GENERATOR_VERSION = 1
@@ -114,12 +114,13 @@ def generate(
 ) -> Iterator[Sample]:
     """Samples of one task and length, each as large as fits: prompt tokens + budget ≤ length.
 
-    Policy "fresh": a sample depends on seed, task, length and index alone; its size is searched for, so that one more
-    unit would not fit; everything is shuffled by its own generator. Policy "compat" has the published generators'
-    habits: one generator for all samples, which the search for the size uses up too; shuffles of needles, of word lists
-    and of documents by a generator that begins anew with the seed each time, so that gold documents and common words
-    have the same places in all samples of a size; all samples begin at one size and shrink by one step where they are
-    too long; cwe's example repeats the chat format. It does not reproduce their bits.
+    Policy "fresh": a sample is drawn from seed, task, length and index alone; its size is searched for, from that of
+    the sample before on, so that one more unit would not fit; everything is shuffled by its own generator. Policy
+    "compat" has the published generators' habits: one generator for all samples, which the search for the size uses up
+    too; shuffles of needles, of word lists and of documents by a generator that begins anew with the seed each time, so
+    that gold documents and common words have the same places in all samples of a size; all samples begin at one size
+    and shrink by one step where they are too long; cwe's example repeats the chat format. It does not reproduce their
+    bits.
 
     Args:
       name: one of `TASKS`.
@@ -183,17 +184,17 @@ def _fresh(name: str, builder: Builder, setting: Setting, count: int) -> Iterato
 
 
 def _compat(name: str, builder: Builder, setting: Setting, count: int) -> Iterator[tuple[int, Draft]]:
-
     draws, room, step = Draws(random.Random(setting.seed), setting.seed), setting.length - setting.budget, builder.step
     tokens = lambda size: setting.tokens(builder.build(size, draws, 0))
     if name == "fwe":
         size = room // 6
-        while tokens(size) <= room:
+        while (found := tokens(size)) <= room:
+            check_growth(size, found, room)
             size += step
         size -= step
     else:
         many = 4096 if name == "cwe" else step
-        most = max((2 if name == "cwe" else 3) * setting.length * many // tokens(many), 2 * step)
+        most = max((2 if name == "cwe" else 3) * setting.length * many // max(tokens(many), 1), 2 * step)
         size = halved(tokens, room, low=step, high=most) or step
     for index in range(count):
         used = size

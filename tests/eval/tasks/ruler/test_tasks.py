@@ -76,6 +76,19 @@ def test_impossible_lengths_are_refused(name, policy, make):
         make(name, 1, 140, policy=policy)
 
 
+@pytest.mark.parametrize("name", ["niah_single_1", "fwe", "qa_1"])
+def test_a_tokenizer_that_cuts_off_does_not_keep_the_search_going(name, materials):
+    class Cutting:
+        def encode(self, text, add_bos=True):
+            return [0] * min(len(text) // 4, 100)
+
+    with pytest.raises(ValueError, match=r"does the tokenizer cut off|do not fill it"):
+        list(ruler.generate(name, length=1024, count=1, tokenizer=Cutting(), materials=materials))
+    if name == "fwe":
+        with pytest.raises(ValueError, match="does the tokenizer cut off"):
+            list(ruler.generate(name, length=1024, count=1, tokenizer=Cutting(), materials=materials, policy="compat"))
+
+
 @pytest.mark.parametrize("name", NIAH)
 def test_needles(name, make):
     for sample in make(name):
