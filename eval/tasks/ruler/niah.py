@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import Literal
 
 from certjax.eval.tasks.ruler.parts import Draft, Draws, Setting
+from certjax.eval.tasks.ruler.sizing import DoesNotFitError
 
 Kind = Literal["words", "numbers", "uuids"]
 _DEPTHS = [round(100 * i / 39) for i in range(40)]  # per cent
@@ -41,6 +42,11 @@ class Builder:
         self._needles, self._setting = needles, setting
         self._keys = max(needles.keys, needles.queries)
         count = self._keys * needles.values
+        pairs = len(setting.materials.words.pairs)
+        if needles.key == "words" and pairs <= self._keys:
+            raise DoesNotFitError(
+                f"needs more than {self._keys} pairs of adjective and noun, the word lists make {pairs}"
+            )
         if needles.haystack == "essay":
             self.unit, self.floor, self.step = "words", 50, 500
         else:

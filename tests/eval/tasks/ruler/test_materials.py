@@ -155,6 +155,8 @@ def test_words_and_essay_of_a_file(put, tokenizer):
     (sample,) = ruler.generate("niah_single_2", length=1000, count=1, tokenizer=tokenizer, materials=materials)
     assert "belongs to a1-n" in sample.question
     assert "Three four! Five One two." in sample.context
+    with pytest.raises(ValueError, match="needs more than 4 pairs of adjective and noun, the word lists make 2"):
+        list(ruler.generate("niah_multikey_1", length=1000, count=1, tokenizer=tokenizer, materials=materials))
 
 
 def test_made_up_words_are_many_and_differ():
