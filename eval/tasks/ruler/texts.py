@@ -46,15 +46,13 @@ def load(path: str | None) -> Essay:
     if path is None:
         text, name = demo.read_text(None)[0], f"pydoc_data.topics of Python {platform.python_version()}"
     else:
-        name = path
+        name, content = path, read_bytes(path)
         try:
-            text = read_bytes(path).decode()
+            text = content.decode()
             if path.endswith(".json"):
-                content = json.loads(text)
-                text = content.get("text") if isinstance(content, dict) else None
+                table = json.loads(text)
+                text = table.get("text") if isinstance(table, dict) else None
         except ValueError as error:
-            if "cannot be read" in str(error):
-                raise
             raise ValueError(f"{path}: is not UTF-8 text or JSON: {error}") from None
         if not isinstance(text, str):
             raise ValueError(f'{path}: must hold an object with a string "text"')
