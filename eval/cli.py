@@ -128,6 +128,12 @@ def _report(args: argparse.Namespace) -> None:
     print(report.write(args.run_dir))
 
 
+def _ruler(args: argparse.Namespace) -> None:
+    from certjax.eval import ruler
+
+    ruler.run(**{name: value for name, value in vars(args).items() if name != "run" and value is not None})
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse_flags.ArgumentParser(
         prog="certjax",
@@ -240,6 +246,30 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="make tables and plots of a run again")
     command.add_argument("run_dir", metavar="RUN_DIR", help="folder of a `certjax eval` or `certjax audit` run")
     command.set_defaults(run=_report)
+    command = commands.add_parser("ruler", help="score certified and dense attention on the RULER tasks")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder made by `certjax convert`")
+    command.add_argument("--out", required=True, metavar="DIR", help="folder of the results; what is there is kept")
+    command.add_argument("--tasks", nargs="+", metavar="TASK", help="such as niah_single_1 (default: all thirteen)")
+    command.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens in all (default: 4096)")
+    command.add_argument("--samples", type=int, help="of each task and length (default: 10)")
+    command.add_argument(
+        "--setup", nargs="+", choices=("A", "B"), dest="setups",
+        help="A: dense prompt; B: dense context, the question as the answer (default: both)",
+    )  # fmt: skip
+    command.add_argument("--attention", nargs="+", choices=("dense", "certified"), dest="attentions")
+    command.add_argument("--epsilon", type=float, help="allowed error relative to the value scale M (default: 0.1)")
+    command.add_argument("--delta", type=float, dest="delta_total", help="of a whole answer (default: 0.01)")
+    command.add_argument("--seed", type=int, help="of everything random (default: 42)")
+    command.add_argument("--policy", choices=("fresh", "compat"), help="compat: the published seeding (default: fresh)")
+    command.add_argument("--no-prefix", action="store_false", dest="prefix", help="do not begin the answer")
+    command.add_argument("--chat", metavar="NAME", help="chat format: chatml, llama3 or one of the template file")
+    command.add_argument("--gate", type=float, help="mark cells whose dense score is below (default: 50)")
+    command.add_argument("--templates", dest="template_file", metavar="FILE", help="JSON or TOML, other wording")
+    command.add_argument("--words", dest="word_file", metavar="FILE", help="lists nouns, adjectives, verbs")
+    command.add_argument("--essay", dest="essay_file", metavar="FILE", help="UTF-8 text, or JSON with text")
+    command.add_argument("--squad", dest="squad_file", metavar="FILE", help="SQuAD dev v2.0, JSON")
+    command.add_argument("--hotpot", dest="hotpot_file", metavar="FILE", help="HotpotQA dev distractor, JSON")
+    command.set_defaults(run=_ruler)
     return parser
 
 

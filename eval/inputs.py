@@ -72,7 +72,6 @@ def tokens(text: Text, tokenizer: Tokenizer, n: int) -> list[int]:
 def record(
     model: Llama,
     ids: list[int],
-    checkpoint: str,
     *,
     past: int = PAST,
     steps: int = STEPS,
@@ -84,7 +83,6 @@ def record(
     Args:
       model: the model.
       ids: n tokens, a multiple of 64, more than past + steps.
-      checkpoint: as for `demo.prefilled`.
       past: positions recorded before the measured ones.
       steps: measured positions.
       spare: tokens that the caches can hold beyond these.
@@ -93,7 +91,7 @@ def record(
     Memory: weights and two copies of the caches.
     """
     fed = past + steps
-    start, _ = demo.prefilled(model, ids[:-fed], len(ids) + spare, checkpoint, prefill_dir)
+    start, _ = demo.prefilled(model, ids[:-fed], len(ids) + spare, prefill_dir)
     weights, structure = jax.tree.flatten(model.with_attention(_recording))
     caches, queries = start.caches, []
     del start

@@ -204,9 +204,7 @@ def run(
     for text in chosen:
         for n in plan.lengths:
             about = {"text": text.kind, "source": text.source, "text_sha256": text.sha256, "n": n}
-            _setting(
-                _Setting(kept, plan, checkpoint, loaded, tokenizer, text, n, about | {"stamp": stamp}, prefill_dir, say)
-            )
+            _setting(_Setting(kept, plan, loaded, tokenizer, text, n, about | {"stamp": stamp}, prefill_dir, say))
     return read_rows(folder)
 
 
@@ -226,7 +224,6 @@ class _Setting:
 
     kept: Run
     plan: Plan
-    checkpoint: str
     loaded: Checkpoint
     tokenizer: Tokenizer
     text: texts.Text
@@ -258,7 +255,7 @@ class _Setting:
         return self.get(
             "recorded",
             lambda: inputs.record(
-                self.model, self.ids[: self.n], self.checkpoint, spare=_spare(self.plan), prefill_dir=self.prefill_dir
+                self.model, self.ids[: self.n], spare=_spare(self.plan), prefill_dir=self.prefill_dir
             ),
         )
 

@@ -13,10 +13,8 @@ from certjax.models.llama import params_from_tensors
 TRAINED = 96  # positions of the model
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """A tiny model with a token for every byte, the first of them the begin-of-text token."""
-    config = dummy_config(vocab_size=256, num_layers=1, max_positions=TRAINED)
+def _write(path, positions):
+    config = dummy_config(vocab_size=256, num_layers=1, max_positions=positions)
     content = {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -34,10 +32,21 @@ def checkpoint(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokens = {"bos_token_id": 0, "eos_token_id": [], "add_bos_token": True, "chat_template": None}
-    path = tmp_path_factory.mktemp("demo") / "model"
     params = params_from_tensors(config, dummy_tensors(config))
     checkpoints.save(path, params, content, json.loads(tokenizer.to_str()), tokens)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A tiny model with a token for every byte, the first of them the begin-of-text token."""
+    return _write(tmp_path_factory.mktemp("demo") / "model", TRAINED)
+
+
+@pytest.fixture(scope="session")
+def long_checkpoint(tmp_path_factory):
+    """The same with room for 1024 tokens."""
+    return _write(tmp_path_factory.mktemp("ruler") / "model", 1024)
 
 
 @pytest.fixture

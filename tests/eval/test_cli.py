@@ -40,6 +40,7 @@ MISTAKES = (
     (("demo", "nowhere", "--prompt", "nothing.txt"), "cannot be read"),
     (("demo", "nowhere", "--tokens", "1"), "tokens must be"),
     (("demo", "nowhere", "--prompt", "blank.txt"), "blank.txt: holds no text"),
+    (("ruler", "nowhere", "--out", "results"), "not a certjax checkpoint"),
     (("demo", "nowhere", "--seed", "9" * 23), "seed must lie in 0 … 4294967295: got 999"),
 )
 

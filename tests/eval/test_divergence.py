@@ -15,7 +15,7 @@ def read(checkpoint):
     loaded, tokenizer = inputs.load(checkpoint)
     ids = inputs.tokens(texts.read("reference"), tokenizer, N + TAIL + 1)
     model = inputs.model_for(loaded, N + 64)
-    return model, inputs.record(model, ids[:N], checkpoint, past=20, steps=4, spare=64), ids
+    return model, inputs.record(model, ids[:N], past=20, steps=4, spare=64), ids
 
 
 def feed(read, attention, hints=None):

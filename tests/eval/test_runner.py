@@ -143,7 +143,7 @@ def test_agreement_starts_from_the_texts_own_token(checkpoint):
     loaded, tokenizer = inputs.load(checkpoint)
     ids = inputs.tokens(texts.read("reference"), tokenizer, 576)
     model = inputs.model_for(loaded, 576)
-    recorded = inputs.record(model, ids[:512], checkpoint, past=4, steps=4, spare=64)
+    recorded = inputs.record(model, ids[:512], past=4, steps=4, spare=64)
     row = agreement.compare(model, recorded, ids[512], epsilon=0.01, temperature=0.8, new_tokens=8, seed=3)
     assert row["exact_share"] == 1
     assert (row["same"], row["first_difference"]) == (1.0, None)
