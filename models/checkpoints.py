@@ -17,10 +17,9 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,11 @@ from flax import traverse_util
 from jax.typing import DTypeLike
 from orbax.checkpoint import v1 as ocp
 
+from certjax.models.progress import Progress, halves, watching
 from certjax.models.source import read_blocks, read_json
 
 FORMAT_VERSION = 1
 _PARAMS, _ARRAYS, _MANIFEST = "params", "arrays", "manifest.json"
-
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +166,8 @@ def _write(
     with staged(path) as temporary:
         temporary.mkdir()
         arrays = jax.tree.map(np.asarray, arrays)
-        written, summed = _halves(progress)
-        with _watching(temporary / folder, sum(a.nbytes for a in jax.tree.leaves(arrays)), written):
+        written, summed = halves(progress)
+        with watching(temporary / folder, sum(a.nbytes for a in jax.tree.leaves(arrays)), written):
             _save_tree(temporary / folder, arrays)
         files["manifest"] = {**(files["manifest"] or {}), "crc32": _checksums(temporary / folder, summed)}
         for name, content in files.items():
@@ -226,7 +224,7 @@ def load(
             f"{path}: checkpoint format {version!r}, expected {FORMAT_VERSION}; upgrade certjax or convert again"
         )
     config, tokenizer_config = read_json(path / "config.json"), read_json(path / "tokenizer_config.json")
-    summed, read = _halves(progress)
+    summed, read = halves(progress)
     stated, found = manifest.get("crc32"), _checksums(path / _PARAMS, summed)
     if config is None or tokenizer_config is None or not found or found != stated:
         wrong = [f"{_PARAMS}/{name}" for name in _differences(stated, found)]
@@ -313,36 +311,6 @@ def _return_freed_memory() -> None:
 
 def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:
     return leaf.size * leaf.dtype.itemsize
-
-
-def _halves(progress: Progress | None) -> tuple[Progress | None, Progress | None]:
-    """`progress` for each of two passes over the same bytes."""
-    if progress is None:
-        return None, None
-    return lambda done, total: progress(done, 2 * total), lambda done, total: progress(total + done, 2 * total)
-
-
-@contextlib.contextmanager
-def _watching(folder: Path, total: int, progress: Progress | None) -> Iterator[None]:
-    """Tells `progress` twice a second how large the files in `folder` are: Orbax itself does not say."""
-    if progress is None:
-        yield
-        return
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.5):
-            with contextlib.suppress(OSError):  # files come and go
-                size = sum(file.stat().st_size for file in folder.parent.rglob("*") if file.is_file())
-                progress(min(size, total) // 10**6, total // 10**6)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _put(new: Path, path: Path) -> None:

@@ -150,7 +150,7 @@ def test_agreement_starts_from_the_texts_own_token(checkpoint):
 
 
 def test_command_line(checkpoint, tmp_path):
-    from certjax.eval import cli
+    from certjax.eval import cli, cli_evaluation
 
     args = cli._parser().parse_args(
         f"audit {checkpoint} --out {tmp_path / 'run'} --preset smoke --n 512 --epsilon 0.3 --seed 4".split()
@@ -160,4 +160,4 @@ def test_command_line(checkpoint, tmp_path):
     assert [row["measure"] for row in rows] == ["value", "output", "denominator"]
     assert {row["seed"] for row in rows} == {4}
     assert Path(tmp_path / "run" / "report.html").is_file()
-    assert cli._broken([row | {"holds": False} for row in rows]) == 3
+    assert cli_evaluation._broken([row | {"holds": False} for row in rows]) == 3
