@@ -1,9 +1,9 @@
 // Dense attention of one decode step. Included after one of the lanes_*-inl.h.
 //
 // Keys are taken in tiles of 16, so that key and value pages alternate every few kilobytes and both
-// hardware streams stay alive (measured: 1.15 to 1.4 times faster than tiles of 64). While a tile
-// of keys is used its values are prefetched, and the next keys meanwhile (measured on Zen 3: 1.2
-// to 1.3 times).
+// hardware streams stay alive (measured: 1.15 to 1.4 times faster than tiles of 64). Both are
+// prefetched far ahead, a few lines with every key: all at once they would queue up (measured on
+// Zen 4).
 #ifndef CERTJAX_KERNELS_DENSE_DECODE_INL_H_
 #define CERTJAX_KERNELS_DENSE_DECODE_INL_H_
 
@@ -22,12 +22,17 @@ inline int LaneOf<Bf16>(int j) {
   return (j & 1) * 8 + j / 2;
 }
 
-// Brings the first bytes of 16 · chunks elements into the cache; harmless at any address.
+// Brings 16 · chunks elements from p on into the L2 cache; harmless at any address. Into L1, keys
+// and values that come next would each displace what is in use (Zen 4: up to 1.5 times slower).
 template <typename T, int chunks>
 inline void Prefetch(const T* p) {
   constexpr int kLine = 64 / sizeof(T);
-  for (int x = 0; x < chunks * kLanes; x += kLine) __builtin_prefetch(p + x);
+  for (int x = 0; x < chunks * kLanes; x += kLine) __builtin_prefetch(p + x, 0, 2);
 }
+
+// Elements between what dense attention uses and what it prefetches: 16 KiB.
+template <typename T>
+constexpr int kFar = 16384 / sizeof(T);
 
 template <int n>
 struct Count {
@@ -49,41 +54,62 @@ inline void ByHeads(int group, Fn fn) {
   if (g < group) fn(Count<1>(), g);
 }
 
-// The rows of a tile; a short tile repeats its last row.
+// Sixteen rows anywhere.
 template <typename T>
 struct Tile {
   const T* row[kLanes];
 
+  // Rows from `start` on; those from n on repeat the last.
   void Point(const void* data, int64_t start, int64_t n, int64_t head_dim) {
     for (int i = 0; i < kLanes; ++i) {
       const int64_t at = start + i < n ? start + i : n - 1;
       row[i] = static_cast<const T*>(data) + at * head_dim;
     }
   }
+  const T* operator[](int i) const { return row[i]; }
 };
 
-// Scores of a tile for `heads` heads. keys · heads accumulators hide the latency of the additions.
-// The hardware follows the keys, which are read in order; the rows of `ahead` are asked for.
-template <typename T, int heads>
-inline void TileScores(const float* query, const Tile<T>& keys, const Tile<T>* ahead, int head_dim,
-                       F32x16* score) {
-  constexpr int kKeys = kAccumulators / (heads == 3 ? 4 : heads);
+// Sixteen rows that follow each other.
+template <typename T>
+struct Rows {
+  const T* first;
+  int64_t head_dim;
+
+  const T* operator[](int i) const { return first + i * head_dim; }
+};
+
+// Scores of a tile for `heads` heads. kKeys · heads accumulators hide the latency of the additions,
+// and every load of the query serves kKeys of them. Prefetches what is `on` elements beyond the
+// rows of `ahead`.
+template <typename T, int heads, typename Keys>
+inline void TileScores(const float* query, const Keys& keys, const Keys* ahead, int64_t on,
+                       int head_dim, F32x16* score) {
+  constexpr int kKeys = kHeads == 4 ? (heads <= 2 ? 8 : 4) : kAccumulators / heads;
   float folded[heads][kLanes * 8];
   for (int i = 0; i < kLanes; i += kKeys) {
-    for (int k = 0; ahead && k < kKeys; ++k) {
-      for (int c = 0; c < head_dim; c += 2 * kLanes) Prefetch<T, 2>(ahead->row[i + k] + c);
-    }
     F32x16 sum[kKeys][heads];  // the loops over it must unroll whole, or it lives in memory
     for (int k = 0; k < kKeys; ++k) {
       for (int g = 0; g < heads; ++g) sum[k][g] = Set1(0.0f);
     }
-    for (int c = 0; c < head_dim; c += kLanes) {
+    const auto add = [&](int c) __attribute__((always_inline)) {
       F32x16 key[kKeys];
-      for (int k = 0; k < kKeys; ++k) key[k] = Load(keys.row[i + k] + c);
+      for (int k = 0; k < kKeys; ++k) key[k] = Load(keys[i + k] + c);
       for (int g = 0; g < heads; ++g) {
         const F32x16 q = Load(query + g * head_dim + c);
         for (int k = 0; k < kKeys; ++k) sum[k][g] = Fma(q, key[k], sum[k][g]);
       }
+    };
+    int c = 0;
+    for (; c + 4 * kLanes <= head_dim; c += 4 * kLanes) {  // few enough turns to be predicted
+      for (int k = 0; ahead && k < kKeys; ++k) Prefetch<T, 4>((*ahead)[i + k] + on + c);
+      add(c);
+      add(c + kLanes);
+      add(c + 2 * kLanes);
+      add(c + 3 * kLanes);
+    }
+    for (; c < head_dim; c += kLanes) {
+      for (int k = 0; ahead && k < kKeys; ++k) Prefetch<T, 1>((*ahead)[i + k] + on + c);
+      add(c);
     }
     for (int k = 0; k < kKeys; ++k) {
       for (int g = 0; g < heads; ++g) StoreFolded(&folded[g][(i + k) * 8], sum[k][g]);
@@ -95,16 +121,16 @@ inline void TileScores(const float* query, const Tile<T>& keys, const Tile<T>* a
 // acc[g] ← acc[g] · decay[g] + Σ_i weight[g][i] value_i over the n keys of a tile, for `heads`
 // heads and 16 · chunks channels from c on.
 template <typename T, int heads, int chunks>
-inline void AddValues(const Tile<T>& values, const Tile<T>* ahead, int n, int c, int head_dim,
+inline void AddValues(const Rows<T>& values, bool ahead, int n, int c, int head_dim,
                       const float (*weight)[kLanes], const float* decay, float* acc) {
   F32x16 sum[heads][chunks];
   for (int g = 0; g < heads; ++g) {
     for (int j = 0; j < chunks; ++j) sum[g][j] = Set1(0.0f);
   }
   for (int i = 0; i < n; ++i) {
-    if (ahead) Prefetch<T, chunks>(ahead->row[i] + c);
+    if (ahead) Prefetch<T, chunks>(values[i] + kFar<T> + c);
     F32x16 value[chunks];
-    for (int j = 0; j < chunks; ++j) value[j] = Load(values.row[i] + c + j * kLanes);
+    for (int j = 0; j < chunks; ++j) value[j] = Load(values[i] + c + j * kLanes);
     for (int g = 0; g < heads; ++g) {
       const F32x16 w = Set1(weight[g][i]);
       for (int j = 0; j < chunks; ++j) sum[g][j] = Fma(w, value[j], sum[g][j]);
@@ -120,7 +146,7 @@ inline void AddValues(const Tile<T>& values, const Tile<T>* ahead, int n, int c,
 }
 
 template <typename T, int heads>
-inline void TileValues(const Tile<T>& values, const Tile<T>* ahead, int n, int head_dim,
+inline void TileValues(const Rows<T>& values, bool ahead, int n, int head_dim,
                        const float (*weight)[kLanes], const float* decay, float* acc) {
   constexpr int kChunks = heads == 1 || kHeads == 4 ? 4 : kAccumulators / heads;
   int c = 0;
@@ -152,17 +178,22 @@ void RunDenseChunk(const DenseChunk& a) {
   float weight[kMaxGroup][kLanes];
   float decay[kMaxGroup];
   F32x16 score[kMaxGroup];
-  Tile<T> keys, values, next;
-  keys.Point(a.key, 0, a.n, H);
+  T tail[kLanes * kMaxHeadDim];
   for (int64_t start = 0; start < a.n; start += kLanes) {
     const int n = a.n - start < kLanes ? static_cast<int>(a.n - start) : kLanes;
-    values.Point(a.value, start, a.n, H);
-    next.Point(a.key, start + kLanes, a.n, H);
+    Rows<T> keys = {static_cast<const T*>(a.key) + start * H, H};
+    Rows<T> values = {static_cast<const T*>(a.value) + start * H, H};
+    if (n < kLanes) {  // rows beyond the last one are never read
+      memcpy(tail, keys.first, n * H * sizeof(T));
+      memset(tail + n * H, 0, (kLanes - n) * H * sizeof(T));
+      keys.first = tail;
+    }
     ByHeads(G, [&](auto heads, int g) {
-      TileScores<T, heads.value>(query + g * H, keys, g == 0 ? &values : nullptr, H, score + g);
+      TileScores<T, heads.value>(query + g * H, keys, g == 0 ? &keys : nullptr, kFar<T>, H,
+                                 score + g);
     });
     for (int g = 0; g < G; ++g) {
-      if (n < kLanes) {  // the repeated rows count for nothing
+      if (n < kLanes) {  // the rows beyond count for nothing
         float lanes[kLanes];
         Store(lanes, score[g]);
         for (int i = n; i < kLanes; ++i) lanes[i] = -kInf;
@@ -180,10 +211,8 @@ void RunDenseChunk(const DenseChunk& a) {
     }
 
     ByHeads(G, [&](auto heads, int g) {
-      TileValues<T, heads.value>(values, g == 0 ? &next : nullptr, n, H, weight + g, decay + g,
-                                 a.acc + g * H);
+      TileValues<T, heads.value>(values, g == 0, n, H, weight + g, decay + g, a.acc + g * H);
     });
-    keys = next;
   }
   float folded[kLanes * 8] = {};
   for (int g = 0; g < G; ++g) {

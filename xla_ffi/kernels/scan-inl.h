@@ -19,7 +19,7 @@ inline void GroupScores(const CertifiedHead& a, const Tile<T>& rows, const Tile<
   const int H = a.head_dim;
   ByHeads(a.group, [&](auto heads, int g) {
     F32x16 s[heads.value];
-    TileScores<T, heads.value>(a.lane_query + g * H, rows, g == 0 ? ahead : nullptr, H, s);
+    TileScores<T, heads.value>(a.lane_query + g * H, rows, g == 0 ? ahead : nullptr, 0, H, s);
     for (int x = 0; x < heads.value; ++x) Store(score + (g + x) * stride, s[x]);
   });
 }
