@@ -155,7 +155,7 @@ def _tokenizer_config(folder: Path, config: dict[str, Any], tokenizer: dict[str,
     return {
         "bos_token_id": bos,
         "eos_token_id": sorted(set(ids("eos"))),
-        "eos_token": end.get("content") if isinstance(end, dict) else end,
         "add_bos_token": add_bos is True,
         "chat_template": template,
+        "eos_token": end.get("content") if isinstance(end, dict) else end,
     }

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import certjax
-from certjax.eval.session import Session, certificate_summary
+from certjax.eval import generate
+from certjax.eval.session import Answer, Session, certificate_summary
 from certjax.models.dummy import dummy_config, dummy_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -72,3 +73,14 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind():
         session.answer(PROMPT, max_new_tokens=8, rng=KEY, on_token=lambda token: (_ for _ in ()).throw(BrokenPipeError))
     answer = session.answer(PROMPT, max_new_tokens=8, rng=KEY)
     assert (answer.tokens, answer.read) == (fresh(PROMPT).tokens, 90)
+
+
+def test_summary_tells_sampled_exact_and_neither_apart():
+    certified = np.array([[[True, True, False, True]]])
+    exact = np.array([[[True, False, False, False]]])
+    statistics = {"certified": certified, "exact": exact, "keys_read": np.array([[[900, 10, 500, 20]]])}
+    answer = Answer([1, 2], "length", statistics, 5, 0.1, 0.1, None)
+    summary = certificate_summary(answer, certjax.Config(), "generation", 2)
+    found = {name: summary[name] for name in ("calls", "certified", "sampled", "exact", "keys_read_per_sampled_call")}
+    assert found == {"calls": 4, "certified": 3, "sampled": 2, "exact": 1, "keys_read_per_sampled_call": 15}
+    assert generate._line(answer, summary).endswith("2 sampled and 1 exact; 1 without a certificate]")

@@ -265,5 +265,6 @@ def test_unsupported_tokenizer_leaves_the_model(write_gguf):
     source = read_gguf(write_gguf("llama").path)
     assert source.messages == ()
     assert source.tokenizer_config == {
-        "bos_token_id": 0, "eos_token_id": [1, 2], "add_bos_token": True, "chat_template": "{{ messages }}"
+        "bos_token_id": 0, "eos_token_id": [1, 2], "add_bos_token": True, "chat_template": "{{ messages }}",
+        "eos_token": "<|end|>",
     }  # fmt: skip

@@ -204,6 +204,7 @@ TEMPLATE = {
             (0, [], False, None),
         ),
         ({"tokenizer_config": {"eos_token": "<|end|>", "chat_template": "x"}}, None, (1, [1, 2], False, "x")),
+        ({"tokenizer_config": {"eos_token": {"content": "<|end|>"}}}, None, (1, [1, 2], False, None)),
         ({"generation_config": {"eos_token_id": [5, 2], "bos_token_id": 7}}, None, (7, [2, 5], False, None)),
         (
             {
@@ -222,7 +223,9 @@ def test_tokenizer_config(folder, write_gguf, files, processor, expected):
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     source = read_safetensors(folder)
-    assert tuple(source.tokenizer_config.values()) == expected
+    *found, eos_token = source.tokenizer_config.values()
+    assert tuple(found) == expected
+    assert eos_token == ("<|end|>" if "eos_token" in files.get("tokenizer_config", {}) else None)
     assert source.messages == ()
     ids = Tokenizer(source.tokenizer, source.tokenizer_config).encode("hello")
     assert ids.count(expected[0]) == expected[2]

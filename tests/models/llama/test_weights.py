@@ -51,7 +51,7 @@ class MemoryTest(parameterized.TestCase):
         options = _generate._options(model, 1, 5, KEY, (), 0.0, None, 1.0, None, "call")
         weights, structure = jax.tree.flatten(model)
         caches = model.init_caches(1, 64, jnp.bfloat16)
-        state = _generate._begin(structure, weights, jnp.zeros((1, 512)), caches, options, max_new_tokens=5)
+        state, _ = _generate._begin(structure, weights, jnp.zeros((1, 512)), caches, options, max_new_tokens=5)
         jax.config.update("jax_disable_most_optimizations", False)  # what users get
         compiled = _generate._run.lower(structure, weights, state, options, np.int32(5)).compile()
         text = compiled.as_text()
