@@ -42,7 +42,8 @@ class Plan:
       audit_steps: newest positions audited.
       audit_delta: δ of the audit, per call and query head.
       ppl_lengths: lengths (of those above) whose next tokens are predicted.
-      ppl_tokens: how many.
+      ppl_epsilons: ε of the predictions and of the agreement.
+      ppl_tokens: how many are predicted.
       ppl_methods: rivals among the predictions.
       new_tokens: generated for the agreement.
       seed: of everything random.
@@ -58,8 +59,9 @@ class Plan:
     audit_steps: int = 8
     audit_delta: float = 1e-3
     ppl_lengths: tuple[int, ...] = (8192,)
-    ppl_tokens: int = 256
-    ppl_methods: tuple[str, ...] = ("oracle_topk", "streaming_llm", "quest", "vattention_fixed")
+    ppl_epsilons: tuple[float, ...] = (0.1,)
+    ppl_tokens: int = 128
+    ppl_methods: tuple[str, ...] = ("streaming_llm", "quest", "vattention_fixed")
     new_tokens: int = 64
     seed: int = 0
 
@@ -72,7 +74,7 @@ class Plan:
         for n in (*self.lengths, *self.ppl_lengths):
             if n % 64 or n < 512:
                 raise ValueError(f"lengths must be multiples of 64 of at least 512: got {n}")
-        for epsilon in (*self.epsilons, *self.audit_epsilons):
+        for epsilon in (*self.epsilons, *self.ppl_epsilons, *self.audit_epsilons):
             certjax.Config(epsilon=epsilon, delta=self.audit_delta)
         for name in ("layers", "audit_steps", "ppl_tokens", "new_tokens"):
             if getattr(self, name) < 1:
@@ -85,7 +87,7 @@ PRESETS: dict[str, Plan] = {
     "smoke": Plan(
         texts=("reference",), lengths=(1024,), epsilons=(0.2,), layers=2,
         methods=("dense", "certified", "paper", "oracle_topk", "quest", "uniform"), audit_steps=2,
-        ppl_lengths=(1024,), ppl_tokens=32, ppl_methods=("quest",), new_tokens=16,
+        ppl_lengths=(1024,), ppl_epsilons=(0.2,), ppl_tokens=32, ppl_methods=("quest",), new_tokens=16,
     ),
     "small": Plan(),
     "full": Plan(
@@ -350,14 +352,14 @@ def _predictions(s: _Setting) -> None:
     dense = lambda: s.get("dense predictions", lambda: feed("dense"))[0]
     for add in s.missing("ppl", "dense"):
         add({"method": "dense"} | divergence.row(*s.get("dense predictions", lambda: feed("dense")), dense(), tail[1:]))
-    for epsilon in s.plan.epsilons:
+    for epsilon in s.plan.ppl_epsilons:
         for always in (True, False):
             name = "certified, always sampled" if always else "certified"
             for add in s.missing("ppl", name, epsilon):
                 found = feed("certified", epsilon=epsilon, always_sample=always)
                 add({"method": name, "epsilon": epsilon} | divergence.row(*found, dense(), tail[1:]))
     for name in s.plan.ppl_methods:
-        for epsilon in s.plan.epsilons:
+        for epsilon in s.plan.ppl_epsilons:
             for add in s.missing("ppl", name, epsilon):
                 method = METHODS[name]
                 budget = s.measured(name).budget_for("keys", s.limits(epsilon)["keys"])
@@ -380,7 +382,7 @@ def _agreement(s: _Setting) -> None:
     if s.n not in s.plan.ppl_lengths:
         return
     for mode, temperature in agreement.MODES.items():
-        for epsilon in s.plan.epsilons:
+        for epsilon in s.plan.ppl_epsilons:
             for add in s.missing("agreement", mode, epsilon):
                 row = agreement.compare(
                     s.model, s.recorded, s.ids[s.n], epsilon=epsilon, temperature=temperature,
