@@ -58,9 +58,9 @@ class AdaptiveBuckets(_Buckets):
     Attributes:
       samples: K.
       buckets: T.
-      budget: keys requested and read directly, at most (the direct bucket is read in any case). Where it is spent
-        before all K + 1 are known, those that are known to be the largest make a smaller sample and `failed` is True;
-        as its size depends on the priorities it is no longer exactly unbiased. None for no limit.
+      budget: keys requested of all oracles, at most; the direct bucket is read in any case. Where it is spent before
+        all K + 1 are known, those that are known to be the largest make a smaller sample and `failed` is True; as its
+        size depends on the priorities it is no longer exactly unbiased. None for no limit.
     """
 
     budget: int | None = None
@@ -74,7 +74,7 @@ class AdaptiveBuckets(_Buckets):
             if not frontier or frontier[j] <= threshold:
                 return best, False
             more = min(max(1, 2 * asked[j]), pool.size(j))
-            if self.budget is not None and pool.requested + pool.direct + more > self.budget:
+            if self.budget is not None and pool.requested + more > self.budget:
                 return pool.above(best, frontier[j]), True
             asked[j] = more
             pool.ask(j, more)

@@ -15,8 +15,6 @@ from certjax.retrieval import oracles, xbox
 class _FaissOracle:
     """What the kinds share: `_make(faiss, D, n)` gives an empty index, `_prepare(index, k)` sets up a search."""
 
-    appendable = True
-
     def build(self, points: np.ndarray, queries: np.ndarray | None = None) -> oracles.Searcher:
         """See `Oracle`; the kinds of FAISS are trained on the points.
 
@@ -24,45 +22,31 @@ class _FaissOracle:
           ImportError: FAISS is missing.
         """
         del queries
-        return _FaissSearcher(self, np.array(points, np.float32))
+        return xbox.LiftedSearcher(self, points)
+
+    def make(self, points: np.ndarray) -> Any:
+        """See `xbox.Library`."""
+        index = self._make(import_faiss(), points.shape[1], len(points))
+        if not index.is_trained:
+            index.train(points)
+        index.add(points)
+        return index
+
+    def nearest(self, index: Any, queries: np.ndarray, k: int) -> np.ndarray:
+        """See `xbox.Library`."""
+        self._prepare(index, k)
+        return index.search(queries, k)[1]
+
+    def add(self, index: Any, points: np.ndarray) -> bool:
+        """See `xbox.Library`."""
+        index.add(points)
+        return True
 
     def _make(self, faiss: Any, dimension: int, size: int) -> Any:
         raise NotImplementedError
 
     def _prepare(self, index: Any, k: int) -> None:
         del index, k
-
-
-class _FaissSearcher:
-    def __init__(self, oracle: _FaissOracle, points: np.ndarray):
-        self.oracle, self.points = oracle, points
-        self._rebuild(xbox.largest_norm(points))
-
-    def _rebuild(self, bound: float) -> None:
-        faiss = import_faiss()
-        self.bound = bound
-        lifted = xbox.lift(self.points, bound)
-        self.index = self.oracle._make(faiss, lifted.shape[1], len(lifted))
-        if not self.index.is_trained:
-            self.index.train(lifted)
-        self.index.add(lifted)
-
-    def search(self, queries: np.ndarray, k: int) -> np.ndarray:
-        self.oracle._prepare(self.index, k)
-        _, ids = self.index.search(xbox.lift_queries(queries, self.bound), min(k, len(self.points)))
-        return oracles.clean(ids, len(self.points), k)
-
-    def append(self, points: np.ndarray) -> None:
-        if not self.oracle.appendable:
-            raise NotImplementedError(
-                f"{type(self.oracle).__name__} cannot grow: keep new keys in the window, or build the index again"
-            )
-        self.points = np.concatenate([self.points, np.asarray(points, np.float32)])
-        largest = xbox.largest_norm(points)
-        if largest > self.bound:  # the reduction needs a larger M: rare, since M then grows geometrically
-            self._rebuild(xbox.SLACK * largest)
-        else:
-            self.index.add(xbox.lift(points, self.bound))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +114,15 @@ class NSG(_FaissOracle):
     neighbors: int = 128
     search_length: int = 256
 
-    appendable = False
+    def add(self, index: Any, points: np.ndarray) -> bool:
+        """See `xbox.Library`."""
+        raise NotImplementedError("NSG cannot grow: keep new keys in the window, or build the index again")
 
     def _make(self, faiss: Any, dimension: int, size: int) -> Any:
-        if size <= 2 * self.neighbors:  # fewer points than a beam sees
+        if size <= 4 * self.neighbors:  # FAISS may not return from building over as few points as that
             return faiss.IndexFlatL2(dimension)
         index = faiss.IndexNSGFlat(dimension, self.degree)
-        index.GK = self.neighbors
+        index.GK, index.build_type = self.neighbors, 0  # the other type, NN-descent, ends the process on few points
         return index
 
     def _prepare(self, index: Any, k: int) -> None:

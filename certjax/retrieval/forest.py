@@ -84,7 +84,7 @@ class _ForestSearcher:
             for i, leaf in enumerate(tree.leaves):
                 share = near[leaf].mean(0)
                 new = np.flatnonzero(share)
-                leaves[i] = tuple(map(np.concatenate, zip(leaves[i], (first + new, share[new]), strict=True)))
+                leaves[i] = np.append(leaves[i][0], first + new), np.append(leaves[i][1], share[new])
 
 
 class _Tree:

@@ -42,7 +42,7 @@ def register(retriever: Retriever) -> jax.Array:
     return jnp.int32(number)
 
 
-def registered(handle: jax.Array) -> Retriever:
+def registered(handle: jax.Array | np.ndarray) -> Retriever:
     """What `register` was given.
 
     Raises:
@@ -86,8 +86,8 @@ def retrieve(handle: jax.Array, queries: jax.Array, count: int) -> tuple[jax.Arr
 def _callback(count: int) -> Callable:
     def call(context, out, handle, queries):
         del context
-        # Copies: the memory is XLA's, and an oracle may keep what it is given.
-        found = registered(np.array(handle)).retrieve(np.array(queries), count)
+        # A copy: the memory is XLA's, and an oracle may keep what it is given.
+        found = registered(np.asarray(handle)).retrieve(np.asarray(queries).copy(), count)
         for buffer, result in zip(out, found, strict=True):
             np.asarray(buffer)[...] = result
 

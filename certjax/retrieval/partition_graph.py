@@ -39,34 +39,27 @@ class PiPNN:
           ImportError: pipnn is missing.
         """
         del queries
-        return _GraphSearcher(self, np.array(points, np.float32))
+        return xbox.LiftedSearcher(self, points)
 
-
-class _GraphSearcher:
-    def __init__(self, oracle: PiPNN, points: np.ndarray):
-        self.oracle, self.points = oracle, points
-        self._rebuild()
-
-    def _rebuild(self) -> None:
-        self.bound = xbox.largest_norm(self.points)
-        self.index = import_pipnn().PiPNNIndex(
-            xbox.lift(self.points, self.bound),
-            R=self.oracle.degree,
-            alpha=self.oracle.alpha,
-            fanout=self.oracle.fanout,
-            c_min=min(256, self.oracle.cluster // 4),
-            c_max=self.oracle.cluster,
-            n_jobs=self.oracle.threads,
+    def make(self, points: np.ndarray) -> Any:
+        """See `xbox.Library`."""
+        return import_pipnn().PiPNNIndex(
+            points,
+            R=self.degree,
+            alpha=self.alpha,
+            fanout=self.fanout,
+            c_min=min(256, self.cluster // 4),
+            c_max=self.cluster,
+            n_jobs=self.threads,
         )
 
-    def search(self, queries: np.ndarray, k: int) -> np.ndarray:
-        lifted = xbox.lift_queries(queries, self.bound)
-        ids, _ = self.index.query(lifted, min(k, len(self.points)), beam_L=max(self.oracle.beam, k))
-        return oracles.clean(ids, len(self.points), k)
+    def nearest(self, index: Any, queries: np.ndarray, k: int) -> np.ndarray:
+        """See `xbox.Library`."""
+        return index.query(queries, k, beam_L=max(self.beam, k))[0]
 
-    def append(self, points: np.ndarray) -> None:
-        self.points = np.concatenate([self.points, np.asarray(points, np.float32)])
-        self._rebuild()
+    def add(self, index: Any, points: np.ndarray) -> bool:
+        """See `xbox.Library`: the package cannot add."""
+        return False
 
 
 def import_pipnn() -> Any:

@@ -104,7 +104,7 @@ class Strategy:
         exponentials = priority.exponentials(index.rng, stop - index.start)
         fresh = np.asarray(exponentials[index.stop - index.start :])
         points = self._lift(indexes.as_rows(keys[index.stop : stop]), fresh, self._scale(keys))
-        if index.points is None:
+        if index.handle is not None:
             host.registered(index.handle).append(points, fresh)
         return dataclasses.replace(
             index,
@@ -154,7 +154,7 @@ class Strategy:
         raise NotImplementedError
 
     def _weigh(self, ids: jax.Array, scores: jax.Array, index: Index) -> tuple[jax.Array, jax.Array]:
-        """Logarithms of the retrieved keys' weights [G, m], −inf for none, and ln τ [G]. `ids` are numbers in the pool."""
+        """Logarithms of the weights of retrieved keys [G, m], −inf for none, and ln τ [G]; `ids` as of `_retrieve`."""
         raise NotImplementedError
 
     def _retrieve(self, query: jax.Array, index: Index) -> tuple[jax.Array, ...]:
@@ -217,8 +217,9 @@ class OneOracle:
 
 def ask(index: Index, queries: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """`host.retrieve`, or the same of a flat index in jnp."""
-    if index.points is None:
+    if index.handle is not None:
         return host.retrieve(index.handle, queries, count)
+    assert index.points is not None
     G = queries.shape[0]
     requested = jnp.full((G,), min(count, index.points.shape[0]), jnp.int32)
     return oracles.search(index.points, queries, count), requested, jnp.zeros((G,), jnp.int32), jnp.zeros((G,), bool)
