@@ -143,8 +143,9 @@ class _Retriever:
         ids = np.full((G, count), -1, np.int32)
         requested, direct, failed = np.zeros(G, np.int32), np.zeros(G, np.int32), np.zeros(G, bool)
         for g, query in enumerate(queries):
-            pool = _Pool(self, query)
-            found, failed[g] = self.strategy._search(pool, count)
+            with np.errstate(over="ignore"):  # a score of −∞ is a weight of zero
+                pool = _Pool(self, query)
+                found, failed[g] = self.strategy._search(pool, count)
             ids[g, : len(found)] = found
             requested[g], direct[g] = pool.requested, pool.direct
         return ids, requested, direct, failed

@@ -26,7 +26,7 @@ def run(strategy, scores, exponential):
 
 
 class BucketsTest(chex.TestCase):
-    @parameterized.product(buckets=(1, 2, 12), adaptive=(True, False))
+    @parameterized.parameters((1, True), (2, True), (12, True), (2, False))
     def test_the_same_as_softmax_lift(self, buckets, adaptive):
         keys, values = head()
         lift = retrieval.SoftmaxLift(33, window=64)
@@ -72,7 +72,7 @@ class BucketsTest(chex.TestCase):
         rng = np.random.default_rng(1)
         scores, exponential = rng.normal(size=20_000) * 2, rng.exponential(size=20_000)
         whole = run(retrieval.AdaptiveBuckets(63, 2, **PLAIN), scores, exponential)
-        cut = run(retrieval.AdaptiveBuckets(63, 2, whole[1] // 2, **PLAIN), scores, exponential)
+        cut = run(retrieval.AdaptiveBuckets(63, 2, int(whole[1]) // 2, **PLAIN), scores, exponential)
         enough = run(retrieval.AdaptiveBuckets(63, 2, int(whole[1]), **PLAIN), scores, exponential)
         np.testing.assert_array_equal(whole[0], enough[0])
         assert not enough[3]
@@ -135,7 +135,8 @@ class GrowthTest(chex.TestCase):
         counts = [count(math.ceil(math.log2(n)), n, 31) for n in SIZES]
         assert exponent(SIZES, counts) < 0.1
         assert counts[-1] - counts[0] < 12 * 7
-        assert abs(exponent(SAMPLES, [count(16, 1 << 16, K) for K in SAMPLES]) - 1) < 0.1
+        by_samples = [count(16, 1 << 16, K) for K in SAMPLES]
+        assert abs(exponent(SAMPLES[1:], np.diff(by_samples)) - 1) < 0.1  # differences: log n drops out
 
     def test_no_buckets_overflow_and_cost_grows_as_it_should(self):
         cost = []

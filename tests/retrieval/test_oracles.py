@@ -9,7 +9,7 @@ from certjax import retrieval
 from certjax.retrieval import oracles
 
 rng = np.random.default_rng(0)
-POINTS = rng.normal(size=(1500, 8)).astype(np.float32) * np.exp(rng.normal(size=(1500, 1)) / 2).astype(np.float32)
+POINTS = rng.normal(size=(1000, 8)).astype(np.float32) * np.exp(rng.normal(size=(1000, 1)) / 2).astype(np.float32)
 QUERIES = rng.normal(size=(400, 8)).astype(np.float32)
 
 ORACLES = {
@@ -65,15 +65,15 @@ class OracleTest(chex.TestCase):
     @parameterized.product(name=list(ORACLES))
     def test_append(self, name):
         oracle, least = make(name)
-        searcher = oracle.build(POINTS[:1000], QUERIES[100:])
+        searcher = oracle.build(POINTS[:700], QUERIES[100:])
         if name == "nsg":
             with pytest.raises(NotImplementedError, match="NSG cannot grow: keep new keys in the window"):
-                searcher.append(POINTS[1000:])
+                searcher.append(POINTS[700:])
             return
-        louder = 3 * POINTS[1000:]  # beyond the largest norm of the build: the reduction must be made anew
-        searcher.append(louder[:250])
-        searcher.append(louder[250:])
-        points = np.concatenate([POINTS[:1000], louder])
+        louder = 3 * POINTS[700:]  # beyond the largest norm of the build: the reduction must be made anew
+        searcher.append(louder[:100])
+        searcher.append(louder[100:])
+        points = np.concatenate([POINTS[:700], louder])
         found = searcher.search(QUERIES[:20], 32)
         assert recall(found, points, QUERIES[:20], 32) >= least
 

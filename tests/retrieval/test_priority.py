@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 from certjax.retrieval import priority
 
-DRAWS = 20_000
+DRAWS = 8000
 weigh = jax.jit(priority.weigh, static_argnums=3)
 FAMILIES = {
     "flat": np.zeros(60),
