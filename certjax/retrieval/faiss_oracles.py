@@ -15,6 +15,8 @@ from certjax.retrieval import oracles, xbox
 class _FaissOracle:
     """What the kinds share: `_make(faiss, D, n)` gives an empty index, `_prepare(index, k)` sets up a search."""
 
+    grows = True
+
     def build(self, points: np.ndarray, queries: np.ndarray | None = None) -> oracles.Searcher:
         """See `Oracle`; the kinds of FAISS are trained on the points.
 
@@ -114,9 +116,7 @@ class NSG(_FaissOracle):
     neighbors: int = 128
     search_length: int = 256
 
-    def add(self, index: Any, points: np.ndarray) -> bool:
-        """See `xbox.Library`."""
-        raise NotImplementedError("NSG cannot grow: keep new keys in the window, or build the index again")
+    grows = False
 
     def _make(self, faiss: Any, dimension: int, size: int) -> Any:
         if size <= 4 * self.neighbors:  # FAISS may not return from building over as few points as that

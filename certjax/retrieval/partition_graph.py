@@ -32,6 +32,8 @@ class PiPNN:
     beam: int = 256
     threads: int = 0
 
+    grows = True
+
     def build(self, points: np.ndarray, queries: np.ndarray | None = None) -> oracles.Searcher:
         """See `Oracle`; nothing is trained.
 

@@ -38,6 +38,8 @@ def largest_norm(points: np.ndarray) -> float:
 class Library(Protocol):
     """What a library is asked to do with lifted points."""
 
+    grows: bool  # False: appending is an error
+
     def make(self, points: np.ndarray) -> Any:
         """An index over points [n, D + 1], all different."""
         ...
@@ -47,11 +49,7 @@ class Library(Protocol):
         ...
 
     def add(self, index: Any, points: np.ndarray) -> bool:
-        """Adds points in place; False where that needs a new index.
-
-        Raises:
-          NotImplementedError: not even that is offered.
-        """
+        """Adds points in place; False where that needs a new index."""
         ...
 
 
@@ -88,6 +86,10 @@ class LiftedSearcher:
 
     def append(self, points: np.ndarray) -> None:
         """See `Searcher`."""
+        if not self.library.grows:
+            raise NotImplementedError(
+                f"{type(self.library).__name__} cannot grow: keep new keys in the window, or build the index again"
+            )
         points = np.asarray(points, np.float32)
         largest = largest_norm(points)
         added = self.library.add(self.index, lift(points, self.bound)) if largest <= self.bound else False

@@ -151,7 +151,8 @@ class GrowthTest(chex.TestCase):
 
 @pytest.mark.slow
 def test_softmax_lift_needs_as_many_keys_whatever_n_is():
-    # ε⁻² keys for error ε: at fixed K the error of the denominator does not grow with n.
+    # ε⁻² keys for error ε: at K = 63 the denominator's root mean square error is at most 1 / √62 for every n; 40 draws
+    # know it within a third.
     strategy = retrieval.SoftmaxLift(64, **PLAIN)
     errors = []
     for n in SIZES:
@@ -163,5 +164,4 @@ def test_softmax_lift_needs_as_many_keys_whatever_n_is():
             assert result.keys_requested[0] == 64
             error.append(float(jnp.expm1(result.log_denominator[0] - true)))
         errors.append(np.sqrt(np.mean(np.square(error))))
-    assert np.max(errors) < 1.5 / 62**0.5
-    assert exponent(SIZES, errors) < 0.05
+    assert np.max(errors) < 1.35 / 62**0.5

@@ -1,4 +1,4 @@
-"""Oracles outside JAX: errors come back, released ones are refused, and a program on one CPU does not wait for itself."""
+"""Oracles outside JAX: errors come back, released ones are refused, a program on one CPU does not wait for itself."""
 
 import subprocess
 import sys
