@@ -84,8 +84,9 @@ def _means(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"setup": setup, "attention": attention, "mean": means}
         row["tasks"] = {length: len(by_length[length]) for length in means}
         if set(row["tasks"].values()) == {len(ruler.TASKS)}:
-            increasing, decreasing = ruler.weighted_averages(means)
-            row |= {"wavg_inc": increasing, "wavg_dec": decreasing, "effective": ruler.effective_length(means)}
+            row["effective"] = ruler.effective_length(means)
+            if len(means) > 1:
+                row["wavg_inc"], row["wavg_dec"] = ruler.weighted_averages(means)
         rows.append(row)
     return rows
 
