@@ -3,6 +3,7 @@
 import dataclasses
 import html.parser
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,18 @@ def test_command_line(checkpoint, tmp_path):
     assert {row["seed"] for row in rows} == {4}
     assert Path(tmp_path / "run" / "report.html").is_file()
     assert cli_evaluation._broken([row | {"holds": False} for row in rows]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("CERTJAX_DEMO_CHECKPOINT" not in os.environ, reason="CERTJAX_DEMO_CHECKPOINT is not set")
+def test_smoke_preset_on_the_demo_model(tmp_path):
+    """All parts on a real model and text: the certificate holds, and rivals at as many keys are further off."""
+    rows = runner.run(os.environ["CERTJAX_DEMO_CHECKPOINT"], str(tmp_path / "run"), runner.PRESETS["smoke"])
+    assert "no alarms" in report.write(str(tmp_path / "run"))
+    audits = [row for row in rows if row["part"] == "audit"]
+    assert len(audits) == 12
+    assert sum(row["calls"] for row in audits) > 3000
+    assert not any(row["violations"] for row in audits)
+    error = {row["method"]: row for row in rows if row["part"] == "error" and row["match"] == "keys"}
+    for name in ("oracle_topk", "quest", "uniform"):
+        assert error[name]["p90"] > 2 * error["certified"]["p90"]
