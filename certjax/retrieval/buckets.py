@@ -72,7 +72,7 @@ class AdaptiveBuckets(_Buckets):
             best, threshold = pool.best(count)
             frontier = [pool.frontier(j) for j in range(len(asked))]
             j = int(np.argmax(frontier)) if frontier else 0
-            if not frontier or frontier[j] <= threshold:
+            if not (frontier and frontier[j] > threshold):  # so written that NaN ends it
                 return best, False
             more = min(max(1, 2 * asked[j]), pool.size(j))
             if self.budget is not None and pool.requested + more > self.budget:

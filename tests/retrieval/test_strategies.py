@@ -102,6 +102,14 @@ class EveryStrategyTest(chex.TestCase):
         used = np.asarray(result.ids)[np.asarray(result.log_weights) > -np.inf]
         assert (used % 2 == 1).all()
 
+    @parameterized.product(name=list(STRATEGIES))
+    def test_nan_stays_in_its_row(self, name):
+        keys, values = head()
+        result = attend(STRATEGIES[name], query().at[1].set(jnp.nan), keys, values)
+        want = attend(STRATEGIES[name], query(), keys, values)
+        assert np.isnan(result.output[1]).all()
+        np.testing.assert_array_equal(result.output[::2], want.output[::2])
+
     @parameterized.parameters(("softmax_lift", jnp.bfloat16), ("adaptive_buckets", jnp.float16))
     def test_16_bits(self, name, dtype):
         keys, values = (x.astype(dtype) for x in head())
