@@ -6,6 +6,7 @@ outside JAX (host.py).
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class AdaptiveBuckets(_Buckets):
             best, threshold = pool.best(count)
             frontier = [pool.frontier(j) for j in range(len(asked))]
             j = int(np.argmax(frontier)) if frontier else 0
-            if not frontier or frontier[j] <= threshold:
+            if not (frontier and frontier[j] > threshold):  # so written that NaN ends it
                 return best, False
             more = min(max(1, 2 * asked[j]), pool.size(j))
             if self.budget is not None and pool.requested + more > self.budget:
@@ -102,12 +103,11 @@ class NonAdaptiveBuckets(_Buckets):
         return best, any(pool.frontier(j) > threshold for j in range(len(pool.parts)))
 
 
-class _Part:
+class _Part(NamedTuple):
     """A bucket: the keys' numbers, and an index over them, if it holds any."""
 
-    def __init__(self):
-        self.ids = np.empty(0, np.int64)
-        self.searcher: oracles.Searcher | None = None
+    ids: np.ndarray = np.empty(0, np.int64)
+    searcher: oracles.Searcher | None = None
 
 
 class _Retriever:
@@ -121,22 +121,22 @@ class _Retriever:
         self.exponentials = np.empty(0)
 
     def append(self, points: np.ndarray, exponentials: np.ndarray) -> None:
-        first = len(self.exponentials)
-        self.points = np.concatenate([self.points, points]) if first else points
-        self.exponentials = np.concatenate([self.exponentials, exponentials.astype(np.float64)])
-        fresh = self.exponentials[first:]
+        first, fresh = len(self.exponentials), exponentials.astype(np.float64)
         edges = self.log_beta * np.arange(1, len(self.parts) + 1)
         part = np.searchsorted(edges, fresh, side="right")  # E = −ln u in [j ln β, (j + 1) ln β)
-        self.direct = np.concatenate([self.direct, first + np.flatnonzero(part == len(self.parts))])
+        grown = []
         for j, bucket in enumerate(self.parts):
-            ids = first + np.flatnonzero(part == j)
-            if not len(ids):
-                continue
-            bucket.ids = np.concatenate([bucket.ids, ids])
-            if bucket.searcher is None:
-                bucket.searcher = self.oracle.build(self.points[ids], self.queries)
-            else:
-                bucket.searcher.append(self.points[ids])
+            new, searcher = np.flatnonzero(part == j), bucket.searcher
+            if searcher is not None and len(new):
+                searcher.append(points[new])
+            elif len(new):
+                searcher = self.oracle.build(points[new], self.queries)
+            grown.append(_Part(np.concatenate([bucket.ids, first + new]), searcher))
+        # Only now: an index that cannot grow leaves everything as it was.
+        self.parts = grown
+        self.direct = np.concatenate([self.direct, first + np.flatnonzero(part == len(self.parts))])
+        self.points = np.concatenate([self.points, points]) if first else points
+        self.exponentials = np.concatenate([self.exponentials, fresh])
 
     def retrieve(self, queries: np.ndarray, count: int) -> host.Found:
         G = len(queries)

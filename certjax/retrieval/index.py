@@ -65,7 +65,7 @@ class RetrievalResult:
 
 def release(index: Index) -> None:
     """Frees the oracle of an index that lives outside JAX. Such an index is kept until then; programs that use it
-    afterwards fail. Does nothing where the oracle is `Flat` and one index is asked.
+    afterwards fail. Does nothing to an index that JAX holds.
     """
     if index.handle is not None:
         host.release(index.handle)

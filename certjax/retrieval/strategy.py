@@ -134,6 +134,9 @@ class Strategy:
 
         Raises:
           ValueError: shapes that do not fit.
+
+        Rows from `index.stop` to S are all read, those beyond `length` too: keep S near `length`. With `Flat` every
+        key of the pool is compared, so keys are saved and time is not.
         """
         if query.ndim != 2 or keys.ndim != 2 or query.shape[1] != keys.shape[1]:
             raise ValueError(f"query must be [G, H] and keys [S, H]: got {query.shape} and {keys.shape}")

@@ -55,6 +55,17 @@ class BucketsTest(chex.TestCase):
         np.testing.assert_array_equal(np.sort(got.ids, 1), np.sort(want.ids, 1))
         retrieval.release(index)
 
+    def test_an_index_that_cannot_grow_stays_as_it_was(self):
+        pytest.importorskip("faiss", reason="faiss is missing: pip install 'certjax[oracles]'")
+        keys, values = head()
+        strategy = retrieval.AdaptiveBuckets(32, 2, window=64)
+        index = strategy.build(keys, jax.random.key(7), retrieval.NSG(), length=300)
+        before = strategy.attend(query(), keys, values, index)
+        with pytest.raises(NotImplementedError, match="NSG cannot grow"):
+            strategy.append(index, keys)
+        chex.assert_trees_all_equal(strategy.attend(query(), keys, values, index), before)
+        retrieval.release(index)
+
     def test_overflow_is_reported(self):
         # All weights are equal and the draw is not: with one key a bucket the answer is wrong, and says so.
         rng = np.random.default_rng(0)
