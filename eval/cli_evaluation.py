@@ -97,8 +97,8 @@ def _plan(args: argparse.Namespace, parts: Sequence[str]):
         if (value := getattr(args, name, None)) is not None
     }
     given |= {name: value for name in ("seed", "audit_delta") if (value := getattr(args, name, None)) is not None}
-    if args.part in ("ppl", "agreement") and "epsilons" in given:
-        given["ppl_epsilons"] = given["epsilons"]
+    if "epsilons" in given:
+        given = {"ppl_epsilons": given["epsilons"], "audit_epsilons": given["epsilons"]} | given
     if "lengths" in given and "ppl_lengths" not in given:
         given["ppl_lengths"] = given["lengths"]
     return dataclasses.replace(runner.PRESETS[args.preset], parts=tuple(parts), **given)

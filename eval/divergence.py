@@ -3,8 +3,10 @@
 Protocol. After n tokens, read with exact attention, the next tokens of the text are fed one by one (teacher-forced)
 through decode steps, for each kind of attention from the same caches. Reported are the perplexity of these tokens, and
 against dense attention the Kullback-Leibler divergence of each prediction, Σ p log(p / q) in nats, and whether the most
-likely token is the same. Rivals read on average at most 1.1 times the keys a query head that certified attention with
-the named ε reads, by the problems of the error table; tokens after the first n are read exactly, on top.
+likely token is the same. Keys are those of a query head and step, window included. Rivals get budgets with which they
+read, all in all, at most 1.1 times the keys that certified attention with the named ε reads when it always samples;
+tokens after the first n, which their indexes do not hold, are read exactly and count among these. With a hundred tokens
+the 99.9th percentile is the largest value.
 """
 
 import functools

@@ -34,11 +34,6 @@ class Recorded:
     queries: np.ndarray
     ids: list[int]
 
-    def before(self, layer: int, back: int = 0) -> "certjax.KVCache":
-        """The cache of a layer as the query `back` positions before the newest one saw it."""
-        cache = self.caches[layer]
-        return dataclasses.replace(cache, length=cache.length - back)
-
 
 def load(checkpoint: str) -> tuple[Checkpoint, Tokenizer]:
     """A checkpoint that has a tokenizer.
@@ -63,7 +58,9 @@ def tokens(text: Text, tokenizer: Tokenizer, n: int) -> list[int]:
     Raises:
       ValueError: the text has fewer.
     """
-    ids = tokenizer.encode(text.text[: 16 * n])  # no text has 16 letters a token; the whole Bible takes seconds
+    ids = tokenizer.encode(text.text[: 16 * n])  # enough of most texts; the whole Bible takes seconds
+    if len(ids) < n:
+        ids = tokenizer.encode(text.text)
     if len(ids) < n:
         raise ValueError(f"{text.source} has {len(ids)} tokens, fewer than {n}; give a longer text")
     return ids[:n]

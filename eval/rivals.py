@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import certjax
-from certjax.eval.errors import WINDOW, rows_of
+from certjax.eval.errors import SINKS, WINDOW, rows_of
 from certjax.eval.inputs import Recorded
 from certjax.eval.methods.protocol import Method, Problem, softmax
 
@@ -71,7 +71,9 @@ class RivalAttention:
         return certjax.AttentionResult(output.reshape(query.shape).astype(query.dtype), certificate, hint)
 
 
-def make_indexes(method: Method, recorded: Recorded, rotary: tuple[jax.Array, jax.Array], budget: float) -> tuple:
+def make_indexes(
+    method: Method, recorded: Recorded, rotary: tuple[jax.Array, jax.Array], budget: float, seed: int = 0
+) -> tuple:
     """One `LayerIndex` a layer, from what was recorded.
 
     Args:
@@ -79,6 +81,7 @@ def make_indexes(method: Method, recorded: Recorded, rotary: tuple[jax.Array, ja
       recorded: attention inputs.
       rotary: cos and sin [P, H / 2] of positions 0 … n.
       budget: as `Method.attend` takes it.
+      seed: of what the indexes draw.
 
     Raises:
       ValueError: a method that cannot be traced.
@@ -96,9 +99,9 @@ def make_indexes(method: Method, recorded: Recorded, rotary: tuple[jax.Array, ja
         over = lambda x: jnp.broadcast_to(x, (K, *jnp.shape(x)))
         problem = Problem(
             key, value, past, over(jnp.arange(n - T, n, dtype=jnp.int32)), over(rotary[0]), over(rotary[1]),
-            layer=over(jnp.int32(layer)), layers=over(jnp.int32(L)), scale=H**-0.5, window=WINDOW,
+            layer=over(jnp.int32(layer)), layers=over(jnp.int32(L)), scale=H**-0.5, sinks=SINKS, window=WINDOW,
         )  # fmt: skip
-        index = prepare(problem, jax.random.split(jax.random.key(layer), K))
+        index = prepare(problem, jax.random.split(jax.random.fold_in(jax.random.key(seed), layer), K))
         empty = key[:, :0]
         hints.append(LayerIndex(dataclasses.replace(problem, keys=empty, values=empty), index, number, n))
     return tuple(hints)

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import numpy as np
 import certjax
 from certjax.eval import agreement, audit, divergence, doctor, errors, inputs, rivals, texts
 from certjax.eval.bench_report import processor
+from certjax.eval.methods import protocol
+from certjax.eval.methods.expected_attention import FUTURE
 from certjax.eval.methods.registry import METHODS
 from certjax.models import Tokenizer
 from certjax.models.checkpoints import Checkpoint
-from certjax.models.llama import Llama
+from certjax.models.llama import Llama, LlamaConfig
 
 PARTS = ("error", "audit", "ppl", "agreement")
 ORACLE_SHARES = (0.05, 0.02)  # of the keys: dense, 5 % and 2 % must come in this order, or something is wrong
@@ -42,6 +45,7 @@ class Plan:
       audit_steps: newest positions audited.
       audit_delta: δ of the audit, per call and query head.
       ppl_lengths: lengths (of those above) whose next tokens are predicted.
+      ppl_texts: the first so many texts are predicted and continued.
       ppl_epsilons: ε of the predictions and of the agreement.
       ppl_tokens: how many are predicted.
       ppl_methods: rivals among the predictions.
@@ -59,6 +63,7 @@ class Plan:
     audit_steps: int = 8
     audit_delta: float = 1e-3
     ppl_lengths: tuple[int, ...] = (8192,)
+    ppl_texts: int = 2
     ppl_epsilons: tuple[float, ...] = (0.1,)
     ppl_tokens: int = 128
     ppl_methods: tuple[str, ...] = ("streaming_llm", "quest", "vattention_fixed")
@@ -71,14 +76,18 @@ class Plan:
             unknown = [x for x in getattr(self, name) if x not in known]
             if unknown:
                 raise ValueError(f"{name} must be among {', '.join(known)}: got {', '.join(unknown)}")
-        for n in (*self.lengths, *self.ppl_lengths):
+        if not set(self.ppl_lengths) <= set(self.lengths):
+            raise ValueError(f"ppl_lengths must be among lengths {self.lengths}: got {self.ppl_lengths}")
+        if len(set(self.texts)) < len(self.texts):
+            raise ValueError(f"texts must differ: got {', '.join(self.texts)}")
+        for n in self.lengths:
             if n % 64 or n < 512:
                 raise ValueError(f"lengths must be multiples of 64 of at least 512: got {n}")
         for epsilon in (*self.epsilons, *self.ppl_epsilons, *self.audit_epsilons):
             certjax.Config(epsilon=epsilon, delta=self.audit_delta)
-        for name in ("layers", "audit_steps", "ppl_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
+        for name, low in (("layers", 1), ("audit_steps", 1), ("ppl_texts", 0), ("ppl_tokens", 2), ("new_tokens", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}: got {getattr(self, name)}")
         if self.audit_steps > inputs.STEPS:
             raise ValueError(f"audit_steps must be at most {inputs.STEPS}: got {self.audit_steps}")
 
@@ -92,7 +101,7 @@ PRESETS: dict[str, Plan] = {
     "small": Plan(),
     "full": Plan(
         texts=("reference", "code", "needles", "prose", "drama", "scripture"), lengths=(8192, 16384, 32768),
-        epsilons=(0.05, 0.1, 0.2, 0.3), layers=30, ppl_lengths=(8192, 32768), ppl_tokens=1024,
+        epsilons=(0.05, 0.1, 0.2, 0.3), ppl_texts=6, layers=30, ppl_lengths=(8192, 32768), ppl_tokens=1024,
         ppl_methods=tuple(name for name, m in METHODS.items() if m.traceable and m.family != "certified"),
         new_tokens=256,
     ),
@@ -199,14 +208,23 @@ def run(
             if name in facts
         },
     }
-    kept = Run(folder, {"plan": dataclasses.asdict(plan), "model": stamp["model"]})
+    kinds = [text.kind for text in chosen]
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"texts must have different names, which rows go by: got {', '.join(kinds)}; rename a file")
+    if any(LlamaConfig.from_hf(loaded.config).windows):
+        raise ValueError(f"{checkpoint}: has layers with sliding windows, which the rivals here do not know of")
+    read = {text.kind: text.sha256 for text in chosen}
+    kept = Run(folder, {"plan": dataclasses.asdict(plan), "model": stamp["model"], "texts": read})
     longest = max(plan.lengths) + _spare(plan)
     for text in chosen:
         inputs.tokens(text, tokenizer, longest)  # fails before anything is measured
-    for text in chosen:
+    for i, text in enumerate(chosen):
         for n in plan.lengths:
+            predicted = i < plan.ppl_texts and n in plan.ppl_lengths
             about = {"text": text.kind, "source": text.source, "text_sha256": text.sha256, "n": n}
-            _setting(_Setting(kept, plan, loaded, tokenizer, text, n, about | {"stamp": stamp}, prefill_dir, say))
+            _setting(
+                _Setting(predicted, kept, plan, loaded, tokenizer, text, n, about | {"stamp": stamp}, prefill_dir, say)
+            )
     return read_rows(folder)
 
 
@@ -224,6 +242,7 @@ def _spare(plan: Plan) -> int:
 class _Setting:
     """A text and a length; what it needs is made when it is asked for first."""
 
+    predicted: bool
     kept: Run
     plan: Plan
     loaded: Checkpoint
@@ -263,9 +282,9 @@ class _Setting:
 
     @property
     def rotary(self):
-        """Cos and sin of positions 0 … n."""
-        tables = self.get("rotary", lambda: self.model.rotary(np.arange(self.n + 1)[None]))
-        return tuple(x.reshape(self.n + 1, -1) for x in tables)
+        """Cos and sin of positions 0 … n, and of those after them that methods look ahead to."""
+        tables = self.get("rotary", lambda: self.model.rotary(np.arange(self.n + FUTURE + 1)[None]))
+        return tuple(x[0].reshape(self.n + FUTURE + 1, -1) for x in tables)
 
     @property
     def problems(self) -> errors.Problems:
@@ -276,11 +295,11 @@ class _Setting:
 
     def measured(self, name: str) -> errors.Measured:
         """A method on the problems."""
-        return self.get(f"method {name}", lambda: errors.Measured(METHODS[name], self.problems))
+        return self.get(f"method {name}", lambda: errors.Measured(METHODS[name], self.problems, self.plan.seed))
 
     def limits(self, epsilon: float) -> dict[errors.Match, float]:
         """Mean keys (times 1.1) and bytes a query head that certified attention reads."""
-        ours = errors.row(self.measured("certified"), epsilon)
+        ours = self.get(f"ours {epsilon}", lambda: errors.row(self.measured("certified"), epsilon))
         return {"keys": errors.KEYS_RATIO * ours["keys"], "bytes": ours["bytes"]}
 
     def missing(self, part: str, *keys: Any) -> Iterator[Callable[[dict[str, Any]], None]]:
@@ -288,7 +307,7 @@ class _Setting:
         name = "/".join(map(str, (part, self.text.kind, self.n, *keys)))
         if name in self.kept.done:
             return
-        yield lambda row: self.kept.add({"id": name, "part": part} | self.about | row)
+        yield lambda row: self.kept.add({"id": name, "part": part, "protocol": f"{part} {_FORMAT}"} | self.about | row)
         self.say(name)
 
 
@@ -329,7 +348,7 @@ def _audits(s: _Setting) -> None:
             continue
         rows = audit.audit(
             s.recorded, measure, epsilons=s.plan.audit_epsilons, delta=s.plan.audit_delta, steps=s.plan.audit_steps,
-            seed=s.plan.seed,
+            seed=s.plan.seed, stream=zlib.crc32(f"{s.text.kind} {s.n}".encode()),
         )  # fmt: skip
         for row in rows:
             for add in s.missing("audit", measure, row["epsilon"]):
@@ -337,10 +356,10 @@ def _audits(s: _Setting) -> None:
 
 
 def _predictions(s: _Setting) -> None:
-    if s.n not in s.plan.ppl_lengths:
+    if not s.predicted:
         return
     tail = s.ids[s.n : s.n + s.plan.ppl_tokens + 1]
-    config = s.model.config
+    config, later = s.model.config, (len(tail) - 1) / 2  # tokens after the first n that a step holds, on average
     delta = certjax.delta_per_call(0.01, heads=config.num_heads, layers=config.num_layers, steps=len(tail))
 
     def feed(attention, hints=None, **options):
@@ -349,37 +368,47 @@ def _predictions(s: _Setting) -> None:
             s.model, attention, s.recorded.caches, hints, tail, config=promise, seed=s.plan.seed
         )
 
-    dense = lambda: s.get("dense predictions", lambda: feed("dense"))[0]
-    for add in s.missing("ppl", "dense"):
-        add({"method": "dense"} | divergence.row(*s.get("dense predictions", lambda: feed("dense")), dense(), tail[1:]))
-    for epsilon in s.plan.ppl_epsilons:
-        for always in (True, False):
-            name = "certified, always sampled" if always else "certified"
-            for add in s.missing("ppl", name, epsilon):
-                found = feed("certified", epsilon=epsilon, always_sample=always)
-                add({"method": name, "epsilon": epsilon} | divergence.row(*found, dense(), tail[1:]))
-    for name in s.plan.ppl_methods:
-        for epsilon in s.plan.ppl_epsilons:
-            for add in s.missing("ppl", name, epsilon):
-                method = METHODS[name]
-                budget = s.measured(name).budget_for("keys", s.limits(epsilon)["keys"])
-                if budget is None:
-                    add({"method": name, "epsilon": epsilon, "perplexity": None})
-                    continue
-                hints = rivals.make_indexes(method, s.recorded, s.rotary, budget)
-                found = feed(rivals.RivalAttention(method), hints)
-                add({"method": name, "epsilon": epsilon, "budget": budget} | divergence.row(*found, dense(), tail[1:]))
+    dense = lambda: s.get("dense predictions", lambda: feed("dense"))
+    held = s.n + 1 + np.arange(len(tail) - 1)
 
+    def row(found, pool_only=False):
+        log_p, facts = found
+        if pool_only:  # certificates leave out what is always read
+            facts = facts | {"keys_read": facts["keys_read"] + (held - dense()[1]["keys_read"])}
+        return divergence.row(log_p, facts, dense()[0], tail[1:])
+
+    for add in s.missing("ppl", "dense"):
+        add({"method": "dense"} | row(dense(), pool_only=True))
+    for epsilon in s.plan.ppl_epsilons:
+        always = lambda epsilon=epsilon: s.get(
+            f"predictions {epsilon}",
+            lambda: row(feed("certified", epsilon=epsilon, always_sample=True), pool_only=True),
+        )
+        for add in s.missing("ppl", "certified, always sampled", epsilon):
+            add({"method": "certified, always sampled", "epsilon": epsilon} | always())
+        for add in s.missing("ppl", "certified", epsilon):
+            add({"method": "certified", "epsilon": epsilon} | row(feed("certified", epsilon=epsilon), pool_only=True))
+        for name in s.plan.ppl_methods:
+            for add in s.missing("ppl", name, epsilon):
+                limit = errors.KEYS_RATIO * always()["keys"] - later
+                budget = s.measured(name).budget_for("keys", limit)
+                found = {"method": name, "epsilon": epsilon, "budget": budget, "perplexity": None}
+                if budget is not None:
+                    hints = rivals.make_indexes(METHODS[name], s.recorded, s.rotary, budget, s.plan.seed)
+                    found |= row(feed(rivals.RivalAttention(METHODS[name]), hints))
+                add(found)
     oracle = METHODS["oracle_topk"]
     for share in ORACLE_SHARES:
+        if share * s.n < errors.WINDOW + protocol.SPARE:
+            continue  # nothing would be left to choose
         for add in s.missing("ppl", f"oracle {share:.0%}"):
-            hints = rivals.make_indexes(oracle, s.recorded, s.rotary, round(share * s.n))
+            hints = rivals.make_indexes(oracle, s.recorded, s.rotary, round(share * s.n), s.plan.seed)
             found = feed(rivals.RivalAttention(oracle), hints)
-            add({"method": f"oracle_topk, {share:.0%} of the keys"} | divergence.row(*found, dense(), tail[1:]))
+            add({"method": f"oracle_topk, {share:.0%} of the keys"} | row(found))
 
 
 def _agreement(s: _Setting) -> None:
-    if s.n not in s.plan.ppl_lengths:
+    if not s.predicted:
         return
     for mode, temperature in agreement.MODES.items():
         for epsilon in s.plan.ppl_epsilons:

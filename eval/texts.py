@@ -91,7 +91,7 @@ def _scripture(folder: Path | None) -> str:
 
 
 def _needles(_: Path | None) -> str:
-    """The language reference with a sentence about some number every 40 paragraphs or so."""
+    """The language reference with a sentence about some number after every eighth paragraph."""
     rng = np.random.default_rng(0)
     paragraphs = _reference(None).split("\n\n")
     out = []

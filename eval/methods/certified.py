@@ -38,7 +38,9 @@ def attend(problem: Problem, index, query, budget, rng, *, implementation=None, 
       config: Config, whose epsilon, window and scale are replaced; None for δ = 1e-3, always sampling.
     """
     config = certjax.Config(delta=DELTA, always_sample=True) if config is None else config
-    config = dataclasses.replace(config, epsilon=budget, window=problem.window, scale=problem.scale)
+    config = dataclasses.replace(
+        config, epsilon=budget, window=problem.window, sinks=problem.sinks, scale=problem.scale
+    )
     result = certjax.decode_attention(query[None, None], index, rng=rng, config=config, implementation=implementation)
     proof = result.certificate
     n, _ = problem.shape

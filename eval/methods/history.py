@@ -42,5 +42,9 @@ def past_sum(problem: Problem, last: int | None, statistic: Callable[[jax.Array,
 def scores_in_float32(problem: Problem) -> Problem:
     """The problem with float32 keys, so that a loop converts them once."""
     return Problem(
-        keys=problem.keys.astype(jnp.float32), values=problem.values, scale=problem.scale, window=problem.window
+        keys=problem.keys.astype(jnp.float32),
+        values=problem.values,
+        scale=problem.scale,
+        window=problem.window,
+        sinks=problem.sinks,
     )

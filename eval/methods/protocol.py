@@ -5,8 +5,8 @@ that share it is answered together. A method builds an index once a cache (`prep
 and answers decode steps from it (`attend`). All are functions of arrays, so both can be jitted and vmapped.
 
 **Budget**: keys a query head reads in a step, the window and any sinks included. The newest `window` keys are exact for
-every method and always read, so a budget holds at least `window` + 16 keys or all n. Methods that read as many keys as
-they see fit take their own number instead, between those of their `Knob`.
+every method and always read (and the oldest `sinks`), so a budget holds at least `window` + 16 keys or all n. Methods
+that read as many keys as they see fit take their own number instead, between those of their `Knob`.
 
 **Bytes**: key and value rows of the keys that are read, in the cache's dtype, plus metadata and index as the method
 would read them (each says how). A row read for one head of the group serves all: the group's bytes are split evenly
@@ -42,6 +42,7 @@ class Problem:
       layers: number of layers.
       scale: factor on q · k before the softmax, 1/√H in most models (static).
       window: newest keys that are always read (static).
+      sinks: oldest keys that are always read, whatever the method's own rule says of sinks (static).
     """
 
     keys: jax.Array
@@ -54,6 +55,7 @@ class Problem:
     layers: Any = 1
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     window: int = dataclasses.field(default=64, metadata={"static": True})
+    sinks: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -158,9 +160,10 @@ def check(method: Method, problem: Problem, budget: Any = None) -> None:
 
 
 def newest(problem: Problem) -> jax.Array:
-    """The window, bool [1, n]."""
+    """The window, and the sinks that every method has, bool [1, n]."""
     n, _ = problem.shape
-    return jnp.arange(n)[None] >= n - problem.window
+    at = jnp.arange(n)[None]
+    return (at >= n - problem.window) | (at < problem.sinks)
 
 
 def oldest(problem: Problem, count: Any) -> jax.Array:
@@ -169,8 +172,8 @@ def oldest(problem: Problem, count: Any) -> jax.Array:
 
 
 def beyond_window(problem: Problem, budget: Any) -> jax.Array:
-    """What a budget leaves beside the window: keys, int32."""
-    return jnp.maximum(jnp.asarray(budget, jnp.int32) - min(problem.window, problem.shape[0]), 0)
+    """What a budget leaves beside the window and the sinks of every method: keys, int32."""
+    return jnp.maximum(jnp.asarray(budget, jnp.int32) - min(problem.window + problem.sinks, problem.shape[0]), 0)
 
 
 def sink_count(problem: Problem, budget: Any, wanted: int) -> jax.Array:

@@ -28,7 +28,7 @@ def attend(problem: Problem, index, query, budget, rng) -> Outcome:
     score = scores(problem, query)
     weight = jnp.exp(score - score.max(-1, keepdims=True))
     by_place = jnp.put_along_axis(jnp.zeros((place.shape[0], n + 1)), place, weight, -1, inplace=False)[:, :n]
-    keys = max(n - problem.window, 1)
+    keys = max(n - problem.window - problem.sinks, 1)
     length = max(keys // 100, 8)
     head = min(max(keys // 50, 8), keys)
     x = jnp.arange(1, n + 1, dtype=jnp.float32)[None]

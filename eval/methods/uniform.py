@@ -14,7 +14,7 @@ def attend(problem: Problem, index, query, budget, rng) -> Outcome:
     """
     n, _ = problem.shape
     window = newest(problem)
-    others = max(n - problem.window, 0)
+    others = max(n - problem.window - problem.sinks, 0)
     size = jnp.minimum(beyond_window(problem, budget), others)
     sample = top(jax.random.uniform(rng, (1, n)), size, ~window)
     weight = jnp.where(window, 0, jnp.log(others / jnp.maximum(size, 1).astype(jnp.float32)))

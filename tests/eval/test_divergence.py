@@ -45,15 +45,15 @@ def test_dense_predictions_are_those_of_the_forward_pass(read, dense):
 @pytest.mark.parametrize("name", ["oracle_topk", "quest"])
 def test_a_rival_that_may_read_everything_predicts_as_dense_attention(read, dense, name):
     model, recorded, ids = read
-    rotary = tuple(x.reshape(N + 1, -1) for x in model.rotary(np.arange(N + 1)[None]))
+    rotary = tuple(x[0].reshape(N + 1, -1) for x in model.rotary(np.arange(N + 1)[None]))
     hints = rivals.make_indexes(METHODS[name], recorded, rotary, N)
     log_p, facts = feed(read, rivals.RivalAttention(METHODS[name]), hints)
     np.testing.assert_allclose(log_p, dense[0], atol=1e-4)
     np.testing.assert_array_equal(facts["keys_read"], N + 1 + np.arange(TAIL))
     few = rivals.make_indexes(METHODS[name], recorded, rotary, 80)
     row = divergence.row(*feed(read, rivals.RivalAttention(METHODS[name]), few), dense[0], ids[N + 1 :])
-    assert row["keys"] <= 80 + TAIL
-    assert row["kl_mean"] > 0
+    assert row["keys"] <= 80 + (TAIL + 1) / 2
+    assert row["kl_mean"] > 1e-3
 
 
 def test_numpy_methods_cannot_be_a_models_attention(read):

@@ -1,5 +1,9 @@
 """The error table's problems, budgets and rows."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +15,20 @@ from tests.shared.recorded import GROUP, KV_HEADS, recorded, rotary
 @pytest.fixture(scope="module")
 def problems():
     return errors.problems_of(recorded(), [0, 1], rotary())
+
+
+def test_window_and_sinks_are_exact_for_everyone(problems):
+    """A value that only the window, or a sink, holds is found whatever the scores say."""
+    for at in (0, errors.SINKS - 1, 512 - errors.WINDOW, 511):
+        first = jax.tree.map(lambda x: x[0], problems.problem)
+        marked = dataclasses.replace(first, values=jnp.zeros_like(first.values).at[at].set(1e4))
+        query = problems.query[0]
+        exact, _ = errors._dense(marked, query)
+        for name in ("streaming_llm", "quest", "uniform", "sparq", "tactic", "knorm"):
+            method = METHODS[name]
+            rng = jax.random.key(0)
+            found = method.attend(marked, method.prepare(marked, rng), query, 0.3 if method.knob else 100, rng)
+            assert (np.asarray(found.output)[:, 0] > np.asarray(exact)[:, 0] / 2).all(), (name, at)
 
 
 def test_problems_are_the_kv_heads_of_the_layers(problems):
@@ -46,6 +64,8 @@ def test_dense_attention_has_no_error_and_certified_less_than_claimed(problems):
         ("quest", "bytes"),
         ("oracle_topp", "keys"),
         ("uniform", "keys"),
+        ("vattention_fixed", "keys"),
+        ("tactic", "keys"),
     ],
 )
 def test_budgets_use_what_they_are_given_and_no_more(problems, name, match):
@@ -53,7 +73,7 @@ def test_budgets_use_what_they_are_given_and_no_more(problems, name, match):
     limit = {"keys": 200.0, "bytes": 20_000.0}[match]
     budget = measured.budget_for(match, limit)
     spent = errors.row(measured, budget)[match]
-    assert 0.85 * limit <= spent <= limit
+    assert (0.85 if name == "quest" else 0.95) * limit <= spent <= limit
 
 
 def test_what_cannot_be_had_for_so_little_is_refused(problems):
@@ -62,4 +82,19 @@ def test_what_cannot_be_had_for_so_little_is_refused(problems):
 
 def test_methods_that_run_in_numpy_go_one_by_one(problems):
     row = errors.row(errors.Measured(METHODS["paper"], problems), 0.5)
-    assert row["max"] < 0.5
+    assert 1e-4 < row["max"] < 0.5
+    assert row["keys"] < 512
+
+
+def test_draws_are_different_ones(problems):
+    """Also where the method draws in its index."""
+    for name in ("uniform", "magicpig", "certified"):
+        measured = errors.Measured(METHODS[name], problems)
+        budget = {"uniform": 200, "magicpig": 50.0, "certified": 0.5}[name]
+        one, two = (np.asarray(measured.outcome(budget, draw).output) for draw in (0, 1))
+        assert np.abs(one - two).max() > 1e-4
+
+
+@pytest.mark.parametrize(("name", "most"), [("twilight", 0.9999), ("magicpig", 300), ("oracle_topk", 512)])
+def test_all_is_taken_where_the_limit_allows(problems, name, most):
+    assert errors.Measured(METHODS[name], problems).budget_for("bytes", 1e9) == most

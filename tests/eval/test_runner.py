@@ -12,7 +12,8 @@ from certjax.eval import agreement, inputs, report, runner, texts
 
 PLAN = dataclasses.replace(
     runner.PRESETS["smoke"], lengths=(512,), ppl_lengths=(512,), methods=("dense", "certified", "quest"),
-    audit_epsilons=(0.3,), audit_steps=1, ppl_tokens=32, ppl_methods=("oracle_topk",), new_tokens=4, layers=1,
+    audit_epsilons=(0.3,), audit_steps=1,
+    ppl_epsilons=(0.2,), ppl_tokens=32, ppl_methods=("oracle_topk",), new_tokens=4, layers=1,
 )  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def test_rows_are_complete_and_name_what_they_depend_on(finished):
     assert len(set(ids)) == len(ids)
     assert said == ids
     count = {part: sum(row["part"] == part for row in rows) for part in runner.PARTS}
-    assert count == {"error": 2 + 2, "audit": 3, "ppl": 1 + 2 + 1 + 2, "agreement": 2}
+    assert count == {"error": 2 + 2, "audit": 3, "ppl": 1 + 2 + 1, "agreement": 2}
     for row in rows:
         assert {"model", "seed", "jax", "CPU", "python"} <= set(row["stamp"])
         assert row["text_sha256"] == texts.read("reference").sha256
@@ -46,7 +47,8 @@ def test_a_stopped_run_goes_on_where_it_stood(checkpoint, finished, tmp_path):
     folder, rows, _ = finished
     lines = (folder / "rows.jsonl").read_text().splitlines()
     dropped = json.loads(lines[1])["id"]
-    (tmp_path / "settings.json").write_text((folder / "settings.json").read_text())
+    settings = (folder / "settings.json").read_text()
+    (tmp_path / "settings.json").write_text(settings)
     (tmp_path / "rows.jsonl").write_text("\n".join([lines[0], *lines[2:]])[:-9])
     said = []
     again = runner.run(checkpoint, str(tmp_path), PLAN, say=said.append)
@@ -65,14 +67,31 @@ def test_another_run_or_folder_is_refused(checkpoint, finished, tmp_path):
         report.write(str(tmp_path))
 
 
+def test_files_of_one_name_and_changed_files_are_refused(checkpoint, tmp_path):
+    files = [tmp_path / name / "book.txt" for name in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("word " * 2000)
+    plan = dataclasses.replace(PLAN, texts=tuple(map(str, files)))
+    with pytest.raises(ValueError, match=r"texts must have different names, .* got book, book; rename a file"):
+        runner.run(checkpoint, str(tmp_path / "run"), plan)
+    run = runner.Run(tmp_path / "run2", {"texts": {"book": "1"}})
+    assert run.done == set()
+    with pytest.raises(ValueError, match="holds a run with another texts"):
+        runner.Run(tmp_path / "run2", {"texts": {"book": "2"}})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"methods": ("quest", "hash")}, "methods must be among dense, .*: got hash"),
-        ({"lengths": (500,)}, "lengths must be multiples of 64 of at least 512: got 500"),
+        ({"lengths": (500,), "ppl_lengths": ()}, "lengths must be multiples of 64 of at least 512: got 500"),
         ({"epsilons": (2.0,)}, "epsilon must lie in"),
         ({"audit_steps": inputs.STEPS + 1}, "audit_steps must be at most"),
         ({"layers": 0}, "layers must be at least 1"),
+        ({"ppl_tokens": 1}, "ppl_tokens must be at least 2"),
+        ({"ppl_lengths": (1024,)}, "ppl_lengths must be among lengths"),
+        ({"texts": ("code", "code")}, "texts must differ"),
     ],
 )
 def test_mistakes_in_a_plan(change, message):
