@@ -56,7 +56,8 @@ def audit(
     Returns:
       Rows: `calls` (sampled and certified), `exact`, `refused` (neither), `violations` with the `interval` of their
       rate, whether it `holds`, `wrong_exact` (exact heads that are off by more than float32 explains), error over
-      allowed error (`largest`, `p99`, `histogram`), `tightness` (median of bound over true error), where the worst call was, keys and bytes a call.
+      allowed error (`largest`, `p99`, `histogram`), `tightness` (median of bound over true error), where the worst call
+      was, keys and bytes a call.
     """
     parts: list[dict[str, np.ndarray]] = []
     for layer in range(len(recorded.caches)):

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 
 import certjax
+from certjax.eval import loading
 from certjax.eval.bench_inputs import POSITIONS, Case, split_heads
 from certjax.eval.demo import read_text
 from certjax.eval.progress import Progress
-from certjax.models import Tokenizer, checkpoints
 from certjax.models.llama import LlamaConfig, load_model, prefill
 
 RECORDED = 2 * POSITIONS  # newest positions whose queries are kept
@@ -32,10 +32,8 @@ def model_cases(checkpoint: str, prompt_file: str | None, sizes: list[int]) -> t
       ValueError: a checkpoint or text that is missing or cannot be used.
     """
     text, source = read_text(prompt_file)
-    loaded = checkpoints.load(checkpoint)
-    if loaded.tokenizer is None:
-        raise ValueError(f"{checkpoint}: has no tokenizer; convert a model that carries one")
-    ids = Tokenizer(loaded.tokenizer, loaded.tokenizer_config).encode(text)
+    loaded, tokenizer = loading.load(checkpoint)
+    ids = tokenizer.encode(text)
     config = LlamaConfig.from_hf(loaded.config)
     model = load_model(loaded.params, config, attention=_recording)
     del loaded

@@ -10,10 +10,9 @@ import jax
 import numpy as np
 
 import certjax
-from certjax.eval import demo_table
+from certjax.eval import demo_table, loading
 from certjax.eval.progress import Progress
 from certjax.eval.replay import audited_attention
-from certjax.models import Tokenizer, checkpoints
 from certjax.models.llama import GenerateResult, Llama, LlamaConfig, Snapshot, decode, load_model
 from certjax.models.llama.snapshot import snapshot_name
 
@@ -68,10 +67,7 @@ def run(
     text, source = read_text(prompt_file)
     if not text.strip():
         raise ValueError(f"{source}: holds no text")
-    loaded = checkpoints.load(checkpoint)
-    if loaded.tokenizer is None:
-        raise ValueError(f"{checkpoint}: has no tokenizer; convert a model that carries one")
-    tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
+    loaded, tokenizer = loading.load(checkpoint)
     config = LlamaConfig.from_hf(loaded.config)
     trained = config.max_positions
     ids = tokenizer.encode(text)

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import jax
 
 import certjax
+from certjax.eval import loading
 from certjax.eval.demo import read_text
 from certjax.eval.progress import Progress
 from certjax.eval.session import Answer, Session, certificate_summary
-from certjax.models import Tokenizer, checkpoints
 from certjax.models.llama import LlamaConfig, load_model
 from certjax.models.llama.generate import check_options
 
@@ -67,11 +67,8 @@ def run(
     start = time.monotonic()
     if prompt_file is not None:
         text = _standard_input() if prompt_file == "-" else read_text(prompt_file)[0]
-    with Progress("loading the model", after=2):
-        loaded = checkpoints.load(checkpoint)
-        if loaded.tokenizer is None:
-            raise ValueError(f"{checkpoint}: has no tokenizer; convert a model that carries one")
-        tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
+    loaded, tokenizer = loading.load(checkpoint)
+    with Progress("making the model", after=2):
         model_config = LlamaConfig.from_hf(loaded.config)
         if text is None:
             if tokenizer.chat_template is None:

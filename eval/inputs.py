@@ -10,7 +10,7 @@ import numpy as np
 import certjax
 from certjax.eval import demo
 from certjax.eval.texts import Text
-from certjax.models import Tokenizer, checkpoints
+from certjax.models import Tokenizer
 from certjax.models.checkpoints import Checkpoint
 from certjax.models.llama import Llama, LlamaConfig, load_model
 from certjax.models.llama.modeling import Caches
@@ -33,18 +33,6 @@ class Recorded:
     caches: Caches
     queries: np.ndarray
     ids: list[int]
-
-
-def load(checkpoint: str) -> tuple[Checkpoint, Tokenizer]:
-    """A checkpoint that has a tokenizer.
-
-    Raises:
-      ValueError: it cannot be read, or has none.
-    """
-    loaded = checkpoints.load(checkpoint)
-    if loaded.tokenizer is None:
-        raise ValueError(f"{checkpoint}: has no tokenizer; convert a model that carries one")
-    return loaded, Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
 
 
 def model_for(loaded: Checkpoint, positions: int) -> Llama:

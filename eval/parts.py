@@ -24,7 +24,7 @@ import numpy as np
 
 import certjax
 from certjax import isa
-from certjax.eval import demo, inputs, texts
+from certjax.eval import demo, inputs, loading, texts
 from certjax.eval.bench_methods import read_all
 from certjax.models.llama import Llama, decode
 from certjax.models.llama.sampling import sample
@@ -50,7 +50,7 @@ def run(
     Raises:
       ValueError: as for `demo.run`.
     """
-    loaded, tokenizer = inputs.load(checkpoint)
+    loaded, tokenizer = loading.load(checkpoint)
     context = n + tokens
     ids = inputs.tokens(texts.read("reference"), tokenizer, n)
     model = inputs.model_for(loaded, context)

@@ -18,13 +18,13 @@ import jax
 import numpy as np
 
 import certjax
-from certjax.eval import demo, doctor, ruler_report
+from certjax.eval import demo, doctor, loading, ruler_report
 from certjax.eval.bench_report import processor
 from certjax.eval.tasks import ruler
 from certjax.eval.tasks.ruler.rows import Rows
 from certjax.eval.tasks.ruler.runner import Setup
 from certjax.eval.tasks.ruler.templates import digest
-from certjax.models import Tokenizer, checkpoints
+from certjax.models import Tokenizer
 from certjax.models.llama import Llama, LlamaConfig, load_model
 from certjax.models.llama.modeling import DecodeAttention
 
@@ -95,10 +95,7 @@ def run(
         template_file=template_file, word_file=word_file, essay_file=essay_file, squad_file=squad_file,
         hotpot_file=hotpot_file,
     )  # fmt: skip
-    loaded = checkpoints.load(checkpoint)
-    if loaded.tokenizer is None:
-        raise ValueError(f"{checkpoint}: has no tokenizer; convert a model that carries one")
-    tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
+    loaded, tokenizer = loading.load(checkpoint)
     config = LlamaConfig.from_hf(loaded.config)
     if max(lengths) > config.max_positions:
         raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import certjax
-from certjax.eval import agreement, audit, divergence, doctor, errors, inputs, rivals, texts
+from certjax.eval import agreement, audit, divergence, doctor, errors, inputs, loading, rivals, texts
 from certjax.eval.bench_report import processor
 from certjax.eval.methods import protocol
 from certjax.eval.methods.expected_attention import FUTURE
@@ -195,7 +195,7 @@ def run(
     Raises:
       ValueError: a text, checkpoint or folder that cannot be used, or a length that the text does not have.
     """
-    loaded, tokenizer = inputs.load(checkpoint)
+    loaded, tokenizer = loading.load(checkpoint)
     chosen = [texts.read(kind, texts_dir) for kind in plan.texts]
     facts = dict(doctor.report()) | processor()
     stamp = {

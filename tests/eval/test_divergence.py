@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import certjax
-from certjax.eval import divergence, inputs, rivals, texts
+from certjax.eval import divergence, inputs, loading, rivals, texts
 from certjax.eval.methods.registry import METHODS
 
 N, TAIL = 512, 40
@@ -12,7 +12,7 @@ N, TAIL = 512, 40
 
 @pytest.fixture(scope="module")
 def read(checkpoint):
-    loaded, tokenizer = inputs.load(checkpoint)
+    loaded, tokenizer = loading.load(checkpoint)
     ids = inputs.tokens(texts.read("reference"), tokenizer, N + TAIL + 1)
     model = inputs.model_for(loaded, N + 64)
     return model, inputs.record(model, ids[:N], past=20, steps=4, spare=64), ids

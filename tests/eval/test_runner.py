@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from certjax.eval import agreement, inputs, report, runner, texts
+from certjax.eval import agreement, inputs, loading, report, runner, texts
 
 PLAN = dataclasses.replace(
     runner.PRESETS["smoke"], lengths=(512,), ppl_lengths=(512,), methods=("dense", "certified", "quest"),
@@ -160,7 +160,7 @@ def test_pooled_errors_and_missing_settings():
 
 def test_agreement_starts_from_the_texts_own_token(checkpoint):
     """Exact heads: the same text as dense attention's."""
-    loaded, tokenizer = inputs.load(checkpoint)
+    loaded, tokenizer = loading.load(checkpoint)
     ids = inputs.tokens(texts.read("reference"), tokenizer, 576)
     model = inputs.model_for(loaded, 576)
     recorded = inputs.record(model, ids[:512], past=4, steps=4, spare=64)
