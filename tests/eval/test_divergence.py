@@ -29,6 +29,7 @@ def dense(read):
     return feed(read, "dense")
 
 
+@pytest.mark.slow
 def test_dense_predictions_are_those_of_the_forward_pass(read, dense):
     model, _, ids = read
     logits = np.asarray(model(np.asarray(ids[:-1])[None])[0, N:], np.float64)
@@ -42,6 +43,7 @@ def test_dense_predictions_are_those_of_the_forward_pass(read, dense):
     np.testing.assert_allclose(row["perplexity"], np.exp(nll), rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["oracle_topk", "quest"])
 def test_a_rival_that_may_read_everything_predicts_as_dense_attention(read, dense, name):
     model, recorded, ids = read
@@ -56,6 +58,7 @@ def test_a_rival_that_may_read_everything_predicts_as_dense_attention(read, dens
     assert row["kl_mean"] > 1e-3
 
 
+@pytest.mark.slow
 def test_numpy_methods_cannot_be_a_models_attention(read):
     with pytest.raises(ValueError, match="paper runs in numpy"):
         rivals.make_indexes(METHODS["paper"], read[1], (None, None), 1)

@@ -25,6 +25,7 @@ def finished(checkpoint, tmp_path_factory):
     return folder, rows, said
 
 
+@pytest.mark.slow
 def test_rows_are_complete_and_name_what_they_depend_on(finished):
     folder, rows, said = finished
     ids = [row["id"] for row in rows]
@@ -42,6 +43,7 @@ def test_rows_are_complete_and_name_what_they_depend_on(finished):
     assert json.loads((folder / "settings.json").read_text())["plan"]["lengths"] == [512]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_stood(checkpoint, finished, tmp_path):
     """The last line torn, and a row of the middle missing: both come again, the others do not."""
     folder, rows, _ = finished
@@ -57,6 +59,7 @@ def test_a_stopped_run_goes_on_where_it_stood(checkpoint, finished, tmp_path):
     assert strip(again) == strip(rows)
 
 
+@pytest.mark.slow
 def test_another_run_or_folder_is_refused(checkpoint, finished, tmp_path):
     with pytest.raises(ValueError, match="holds a run with another plan"):
         runner.run(checkpoint, str(finished[0]), dataclasses.replace(PLAN, seed=1))
@@ -99,6 +102,7 @@ def test_mistakes_in_a_plan(change, message):
         dataclasses.replace(PLAN, **change)
 
 
+@pytest.mark.slow
 def test_report_is_one_page_without_outside_resources(finished):
     folder, rows, _ = finished
     told = report.write(str(folder))
@@ -158,6 +162,7 @@ def test_pooled_errors_and_missing_settings():
     assert report.pooled([row | {"budget": None}])["p90"] is None
 
 
+@pytest.mark.slow
 def test_agreement_starts_from_the_texts_own_token(checkpoint):
     """Exact heads: the same text as dense attention's."""
     loaded, tokenizer = loading.load(checkpoint)
@@ -169,6 +174,7 @@ def test_agreement_starts_from_the_texts_own_token(checkpoint):
     assert (row["same"], row["first_difference"]) == (1.0, None)
 
 
+@pytest.mark.slow
 def test_command_line(checkpoint, tmp_path):
     from certjax.eval import cli, cli_evaluation
 
