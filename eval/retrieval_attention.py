@@ -61,7 +61,9 @@ class RetrievalAttention:
 def _recall(strategy, query, keys, index, ids):
     """Found among the m best of the pool [G], and m [G]."""
     pool = keys[index.start : index.stop].astype(jnp.float32)
-    score = jnp.einsum("gh,nh->gn", query, pool) * (keys.shape[-1] ** -0.5 if strategy.scale is None else strategy.scale)
+    score = jnp.einsum("gh,nh->gn", query, pool) * (
+        keys.shape[-1] ** -0.5 if strategy.scale is None else strategy.scale
+    )
     if isinstance(strategy, strategies.PriorityStrategy):
         score += index.exponentials
     if isinstance(strategy, retrieval.TopKSampling):
