@@ -69,7 +69,7 @@ def strategy_error(queries: Queries, strategy: retrieval.Strategy, *, seed: int 
     """Relative L2 error of a strategy with `Flat`, pooled over queries, heads and draws."""
     recorded, error, count = queries.recorded, 0.0, len(queries.recorded.ids)
     draws = 1 if isinstance(strategy, retrieval.TopK) else DRAWS
-    T, N, H = recorded.queries.shape[1:]
+    N, H = recorded.queries.shape[2:]
     lengths = jnp.arange(count, count - STEPS, -1)
     for i, layer in enumerate(queries.layers):
         cache = recorded.caches[layer]

@@ -20,10 +20,12 @@ PASSES = ("accuracy", "latency", "clean")
 
 
 def certified_on(plan: Plan, queries: passes_curve.Queries) -> passes_curve.Certified:
+    """Certified attention with the plan's promise."""
     return passes_curve.Certified(queries, window=plan.window, sinks=plan.sinks, delta=plan.delta, seed=plan.seed)
 
 
 def flat_bytes(plan: Plan, recorded: inputs.Recorded) -> float:
+    """Bytes that SoftmaxLift with `Flat` reads a query head of these caches."""
     cache, N = recorded.caches[0], recorded.queries.shape[2]
     return passes_curve.flat_bytes(
         len(recorded.ids), plan.k, head_dim=cache.shape[3], group=N // cache.shape[1],
@@ -53,7 +55,7 @@ class Example:
         plan = self.plan
         arms = ["dense", *(f"certified {e:g}" for e in plan.epsilons), "certified keys", "certified bytes"]
         arms += [f"{strategy}/{oracle}" for strategy, oracle in pairs]
-        todo = [(arm, [p for p in PASSES if self.name(arm, p) not in self.kept.done]) for arm in arms]
+        todo = [(arm, [p for p in PASSES if self._name(arm, p) not in self.kept.done]) for arm in arms]
         if not any(missing for _, missing in todo):
             return
         context, self.rest = ruler.encode(
@@ -63,26 +65,26 @@ class Example:
         self.recorded = inputs.record(self.model, context, spare=spare, prefill_dir=self.prefill_dir)
         queries = passes_curve.queries_of(self.recorded, plan.layers)
         self.certified = certified_on(plan, queries)
-        stepper = self.stepper(stepwise.dense)
+        stepper = self._stepper(stepwise.dense)
         ends = set(self.tokenizer.eos_ids)
         answer, _ = stepper.answer(
-            self.rest, self.recorded.caches, self.hints(), limit=self.limit, ends=ends, clock=time.perf_counter
+            self.rest, self.recorded.caches, self._hints(), limit=self.limit, ends=ends, clock=time.perf_counter
         )
         self.forced = [*self.rest, *answer[:-1]]
-        self.logits, self.facts = self.stepper(stepwise.dense, measure=True).feed(
-            self.forced, self.recorded.caches, self.hints()
+        self.logits, self.facts = self._stepper(stepwise.dense, measure=True).feed(
+            self.forced, self.recorded.caches, self._hints()
         )
         for arm, missing in todo:
             if missing:
-                self.arm(arm, missing, ends)
+                self._arm(arm, missing, ends)
 
-    def name(self, arm: str, part: str) -> str:
+    def _name(self, arm: str, part: str) -> str:
         return f"{self.sample.id}/{arm}/{part}"
 
-    def hints(self) -> tuple:
+    def _hints(self) -> tuple:
         return self.model.init_hints(1)
 
-    def stepper(self, attention, *, measure: bool = False, epsilon: float | None = None) -> stepwise.Stepper:
+    def _stepper(self, attention, *, measure: bool = False, epsilon: float | None = None) -> stepwise.Stepper:
         plan = self.plan
         config = certjax.Config(
             epsilon=np.float32(0.1 if epsilon is None else epsilon), delta=np.float32(plan.delta), window=plan.window,
@@ -90,7 +92,7 @@ class Example:
         )  # fmt: skip
         return stepwise.Stepper(self.model, attention, config=config, seed=plan.seed, measure=measure)
 
-    def arm(self, arm: str, missing: list[str], ends: set[int]) -> None:
+    def _arm(self, arm: str, missing: list[str], ends: set[int]) -> None:
         """The missing passes of one kind of attention."""
         sample, plan = self.sample, self.plan
         row: dict[str, Any] = {"arm": arm, "n": sample.length, "sample": sample.id, "task": sample.task}
@@ -100,46 +102,48 @@ class Example:
             attention = stepwise.dense
         elif arm.startswith("certified"):
             attention = stepwise.certified
-            row["epsilon"] = self.epsilon(arm.split()[1])
+            row["epsilon"] = self._epsilon(arm.split()[1])
             if row["epsilon"] is None:  # no ε reads so little
                 for part in missing:
-                    self.add(self.name(arm, part), row | {"part": part, "attainable": False})
+                    self.add(self._name(arm, part), row | {"part": part, "attainable": False})
                 return
         else:
             row["strategy"], row["oracle"] = arm.split("/")
             strategy = plan.strategy(row["strategy"])
             attention = retrieval_attention.RetrievalAttention(strategy)
-        hints, seconds = self.hints(), None
+        hints, seconds = self._hints(), None
         if row["strategy"]:
             hints, seconds = retrieval_attention.build(strategy, ORACLES[row["oracle"]], self.recorded, seed=plan.seed)
         caches = self.recorded.caches
         try:
             for part in missing:
                 if part == "accuracy":
-                    stepper = self.stepper(attention, measure=True, epsilon=row["epsilon"])
-                    found = self.accuracy(*stepper.feed(self.forced, caches, hints))
+                    stepper = self._stepper(attention, measure=True, epsilon=row["epsilon"])
+                    found = self._accuracy(*stepper.feed(self.forced, caches, hints))
+                    if arm == "softmax_lift/flat":
+                        found["bytes"] = flat_bytes(plan, self.recorded)
                 elif part == "latency":
                     parts = (
                         retrieval_attention.component_seconds(strategy, self.recorded, hints)
                         if row["strategy"]
-                        else {"attention": self.attention_seconds(attention, row["epsilon"])}
+                        else {"attention": self._attention_seconds(attention, row["epsilon"])}
                     )
                     found = {"build": seconds} | {f"{name}_seconds": x for name, x in parts.items()}
                 else:
-                    found = self.clean(self.stepper(attention, epsilon=row["epsilon"]), hints, ends, seconds or 0.0)
-                self.add(self.name(arm, part), row | {"part": part} | found)
+                    found = self._clean(self._stepper(attention, epsilon=row["epsilon"]), hints, ends, seconds or 0.0)
+                self.add(self._name(arm, part), row | {"part": part} | found)
         finally:
             if row["strategy"]:
                 retrieval_attention.release(hints)
 
-    def epsilon(self, what: str) -> float | None:
+    def _epsilon(self, what: str) -> float | None:
         if what not in ("keys", "bytes"):
             return float(what)
         limit = self.plan.k if what == "keys" else flat_bytes(self.plan, self.recorded)
         found = self.certified.within(what, limit)  # type: ignore[arg-type]
         return None if found is None else found["epsilon"]
 
-    def accuracy(self, logits: np.ndarray, facts: dict[str, np.ndarray]) -> dict[str, Any]:
+    def _accuracy(self, logits: np.ndarray, facts: dict[str, np.ndarray]) -> dict[str, Any]:
         """Errors against dense attention, and what was read."""
         difference = logits.astype(np.float64) - self.logits
         wanted = facts["wanted"].sum() if "wanted" in facts else 0
@@ -156,9 +160,9 @@ class Example:
             "bytes": float(read) if np.isfinite(read) else None,
         }
 
-    def attention_seconds(self, attention, epsilon: float | None, rounds: int = 3) -> float:
+    def _attention_seconds(self, attention, epsilon: float | None, rounds: int = 3) -> float:
         """Of one step, all layers; medians over the rounds."""
-        config, total = self.stepper(attention, epsilon=epsilon).config, 0.0
+        config, total = self._stepper(attention, epsilon=epsilon).config, 0.0
         hint, rng = certjax.init_hint(batch=1, heads=self.recorded.queries.shape[2]), jax.random.key(self.plan.seed)
         for layer, cache in enumerate(self.recorded.caches):
             query = jax.numpy.asarray(self.recorded.queries[layer, -1][None, None])
@@ -170,7 +174,7 @@ class Example:
             total += float(np.median(seconds[1:]))
         return total
 
-    def clean(self, stepper: stepwise.Stepper, hints: tuple, ends: set[int], build: float) -> dict[str, Any]:
+    def _clean(self, stepper: stepwise.Stepper, hints: tuple, ends: set[int], build: float) -> dict[str, Any]:
         """Answer, score and latencies."""
         caches, clock = self.recorded.caches, time.perf_counter
         stepper.answer(self.rest[:1], caches, hints, limit=2, ends=set(), clock=clock)  # compiles

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 _NAMES = {name: title for name, (title, _) in STRATEGIES.items()}
 _COLUMNS = (
     ("attention error", "attention_error", ".4f", 1), ("context error", "context_error", ".4f", 1),
-    ("logit error", "logit_error", ".4f", 1), ("recall", "recall", ".3f", 1), ("keys", "keys", ".0f", 1),
+    ("logit error", "logit_error", ".4f", 1), ("recall", "recall", ".3f", 1), ("keys", "keys", ".0f", 1), ("KiB", "bytes", ".1f", 1 / 1024),
     ("build, s", "build", ".1f", 1), ("search, ms", "search_seconds", ".1f", 1e3),
     ("movement, ms", "movement_seconds", ".1f", 1e3), ("attention, ms", "attention_seconds", ".1f", 1e3),
     ("score", "score", ".0f", 100), ("first token, s", "first_token_seconds", ".2f", 1),
@@ -112,15 +112,18 @@ def _title(arm: str, facts: dict[str, Any]) -> str:
 def _curve_section(rows: Sequence[Row], text: str, n: int) -> Section:
     ks = sorted({row["at"] for row in rows if row["at"] is not None})
     found = {(row["method"], row["at"]): row for row in rows}
+    titles = _NAMES | {
+        "certified": "certified, equal keys",
+        "certified bytes": "certified, equal bytes (SoftmaxLift's)",
+    }
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows if row["at"] is not None):
-        title = {"certified": "certified, equal keys", "certified bytes": "certified, equal bytes (SoftmaxLift's)"}
         cells = []
         for k in ks:
             row = found.get((method, k), {"attention_error": None})
             cell = report._number(row["attention_error"], ".4f")
             cells.append(cell + (f" (ε = {row['epsilon']:.2g}, {row['keys']:.0f} keys)" if "epsilon" in row else ""))
-        lines.append((title.get(method, _NAMES.get(method, method)), *cells))
+        lines.append((titles[method], *cells))
     own = [row for row in rows if row["at"] is None]
     note = passes_curve.__doc__ or ""
     for row in own:
@@ -142,13 +145,13 @@ def alarms(rows: Sequence[Row]) -> list[str]:
             where = f"examples, n = {row['n']}, {row['oracle']}"
             errors[where][row["strategy"]].append(row["attention_error"])
     told = []
-    for where, methods in errors.items():
+    for place, methods in errors.items():
         for rival in ("top_k", "top_k_sampling"):
             if "softmax_lift" in methods and rival in methods:
                 ours, theirs = (float(np.mean(methods[name])) for name in ("softmax_lift", rival))
                 if not ours < theirs:
                     told.append(
-                        f"{where}: SoftmaxLift's attention error of {ours:.4f} is not below {_NAMES[rival]}'s "
+                        f"{place}: SoftmaxLift's attention error of {ours:.4f} is not below {_NAMES[rival]}'s "
                         f"{theirs:.4f}"
                     )
     return told

@@ -175,5 +175,5 @@ def _retrieve(strategy, query, hint):
 @functools.partial(jax.jit, static_argnums=0)
 def _finish(strategy, retrieved, query, cache, hint):
     key, value = (rows_of(x[0], cache.dtype) for x in (cache.key, cache.value))
-    one = lambda x: stages.finish(strategy, *x, cache.length[0]).output
+    one = lambda x: stages.finish(strategy, x[0], x[1], x[2], x[3], x[4], cache.length[0]).output
     return jax.lax.map(one, (retrieved, query, key, value, hint))
