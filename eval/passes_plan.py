@@ -62,7 +62,7 @@ class Plan:
     """
 
     lengths: tuple[int, ...] = (4096,)
-    tasks: tuple[str, ...] = ("niah_single_1", "niah_single_2", "qa_1")
+    tasks: tuple[str, ...] = ("niah_single_2", "niah_multikey_1", "niah_single_1")
     examples: int = 2
     oracle_examples: int = 1
     pairs: tuple[tuple[str, str], ...] = (

@@ -16,7 +16,8 @@ Row = dict[str, Any]
 _NAMES = {name: title for name, (title, _) in STRATEGIES.items()}
 _COLUMNS = (
     ("attention error", "attention_error", ".4f", 1), ("context error", "context_error", ".4f", 1),
-    ("logit error", "logit_error", ".4f", 1), ("recall", "recall", ".3f", 1), ("keys", "keys", ".0f", 1), ("KiB", "bytes", ".1f", 1 / 1024),
+    ("logit error", "logit_error", ".4f", 1), ("recall", "recall", ".3f", 1), ("keys", "keys", ".0f", 1),
+    ("KiB", "bytes", ".1f", 1 / 1024),
     ("build, s", "build", ".1f", 1), ("search, ms", "search_seconds", ".1f", 1e3),
     ("movement, ms", "movement_seconds", ".1f", 1e3), ("attention, ms", "attention_seconds", ".1f", 1e3),
     ("score", "score", ".0f", 100), ("first token, s", "first_token_seconds", ".2f", 1),
