@@ -1,0 +1,151 @@
+"""Retrieval in a model: the three passes, going on after a stop, the table and the alarm."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import certjax
+from certjax import retrieval
+from certjax.eval import cli, inputs, passes, passes_plan, passes_report, retrieval_attention, stepwise, texts
+from certjax.retrieval import oracles
+
+# The pool is smaller than k: everything may be read.
+PLAN = passes_plan.Plan(
+    lengths=(1024,), tasks=("niah_single_1",), examples=1, pairs=(("top_k", "flat"), ("softmax_lift", "faiss_flat")),
+    k=1024, window=64, epsilons=(0.3,), new_tokens=4, curve_lengths=(512,), ks=(16, 1024), layers=1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(long_checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("passes") / "run"
+    said = []
+    rows = passes.run(long_checkpoint, str(folder), PLAN, say=said.append)
+    return folder, {row["id"]: row for row in rows}, said
+
+
+def test_a_strategy_that_may_read_everything_is_dense_attention(finished):
+    _, rows, said = finished
+    assert list(rows) == said
+    sample = "niah_single_1-1024-fresh0-00000"
+    dense = rows[f"{sample}/dense/clean"]
+    assert dense["new_tokens"] == 4
+    for arm in ("top_k/flat", "softmax_lift/faiss_flat"):
+        accuracy = rows[f"{sample}/{arm}/accuracy"]
+        for name in ("attention_error", "context_error", "logit_error"):
+            assert accuracy[name] < 1e-4
+        assert accuracy["recall"] == 1
+        assert rows[f"{sample}/{arm}/clean"]["prediction"] == dense["prediction"]
+        latency = rows[f"{sample}/{arm}/latency"]
+        assert min(latency[name] for name in ("build", "search_seconds", "attention_seconds")) > 0
+        assert (latency["movement_seconds"] > 0) == (arm == "softmax_lift/faiss_flat")
+        clean = rows[f"{sample}/{arm}/clean"]
+        assert clean["response_seconds"] > clean["first_token_seconds"] + latency["build"]
+    certified = rows[f"{sample}/certified 0.3/accuracy"]
+    assert 0 < certified["logit_error"]
+    assert certified["keys"] < rows[f"{sample}/top_k/flat/accuracy"]["keys"]
+    assert rows[f"{sample}/certified bytes/accuracy"]["bytes"] > 0
+    curve = {k: rows[f"curve/reference/512/softmax_lift/{k}"]["attention_error"] for k in PLAN.ks}
+    assert curve[1024] < 1e-4 < curve[16]
+    assert rows["curve/reference/512/certified/1024"]["keys"] <= 1024
+
+
+def test_a_stopped_run_goes_on_where_it_stood(long_checkpoint, finished, tmp_path):
+    folder, rows, _ = finished
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "settings.json").write_text((folder / "settings.json").read_text())
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines)[:-9])
+    said = []
+    again = passes.run(long_checkpoint, str(tmp_path), PLAN, say=said.append)
+    assert said == [json.loads(lines[-1])["id"]]
+    assert [row["id"] for row in again] == list(rows)
+    with pytest.raises(ValueError, match="holds a run with another plan"):
+        passes.run(long_checkpoint, str(tmp_path), dataclasses.replace(PLAN, k=64))
+
+
+def test_table(finished):
+    folder, rows, _ = finished
+    assert f"{len(rows)} rows" in passes_report.write(str(folder))
+    page = (folder / "retrieval.md").read_text()
+    sections = passes_report.make_sections(list(rows.values()))
+    assert [len(section.lines) for section in sections] == [1 + 3 + 2, 3 + 2]
+    for section in sections:
+        assert all(len(line) == len(section.columns) for line in section.lines)
+        assert section.title in page
+    assert "First-token latency" in page
+
+
+def test_alarm_where_softmax_lift_does_not_win():
+    row = lambda method, error: {
+        "part": "curve", "text": "t", "n": 512, "k": 8, "at": 8, "method": method, "attention_error": error,
+    }  # fmt: skip
+    fine = [row("softmax_lift", 0.1), row("top_k", 0.2), row("top_k_sampling", 0.3)]
+    assert passes_report.alarms(fine) == []
+    assert passes_report.alarms([fine[0], row("top_k", 0.1)]) == [
+        "t, n = 512, Flat: SoftmaxLift's attention error of 0.1000 is not below TopK's 0.1000"
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful:
+    """Exact, but for every second point, which it does not know."""
+
+    def build(self, points, queries=None):
+        del queries
+        return ForgetfulSearcher(points)
+
+
+class ForgetfulSearcher:
+    def __init__(self, points):
+        self.points = points
+
+    def search(self, queries, k):
+        known = np.arange(0, len(self.points), 2)
+        return oracles.best(queries @ self.points[known].T, known, k)
+
+
+def test_recall_counts_what_an_oracle_misses(long_checkpoint):
+    loaded, tokenizer = inputs.load(long_checkpoint)
+    ids = inputs.tokens(texts.read("reference"), tokenizer, 512)
+    model = inputs.model_for(loaded, 576)
+    recorded = inputs.record(model, ids, past=20, steps=4, spare=64)
+    for strategy in (retrieval.SoftmaxLift(budget=64, window=64), retrieval.TopKSampling(budget=64, window=64)):
+        hints, _ = retrieval_attention.build(strategy, Forgetful(), recorded)
+        attention = retrieval_attention.RetrievalAttention(strategy)
+        stepper = stepwise.Stepper(model, attention, config=certjax.Config(), measure=True)
+        _, facts = stepper.feed(ids[:3], recorded.caches, hints)
+        retrieval_attention.release(hints)
+        assert 0.3 < facts["hits"].sum() / facts["wanted"].sum() < 0.7
+
+
+def test_layer_by_layer_steps_are_the_models_own(long_checkpoint):
+    loaded, tokenizer = inputs.load(long_checkpoint)
+    ids = tokenizer.encode("layer by layer")
+    model = inputs.model_for(loaded, 64)
+    stepper = stepwise.Stepper(model, stepwise.dense, config=certjax.Config(), measure=True)
+    logits, facts = stepper.feed(ids, model.init_caches(1, 64), model.init_hints(1))
+    np.testing.assert_allclose(logits, model(np.asarray([ids]))[0], atol=1e-4)
+    assert facts["error"].max() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pairs": (("best", "flat"),)}, "strategies must be among softmax_lift, .*: got best"),
+        ({"pairs": (("top_k", "tree"),)}, "oracles must be among flat, .*: got tree"),
+        ({"curve_lengths": (500,)}, "lengths must be multiples of 64 above 128: got 500"),
+        ({"k": 3}, "k must be at least 4: got 3"),
+        ({"epsilons": (2.0,)}, "epsilon must lie in"),
+    ],
+)
+def test_mistakes_in_a_plan(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(PLAN, **change)
+
+
+def test_command_takes_names(long_checkpoint, tmp_path, capsys):
+    options = ["--out", str(tmp_path), "--strategies", "best"]
+    assert cli.main(["retrieval", long_checkpoint, *options]) == 2
+    assert "strategies must be among" in capsys.readouterr().err
