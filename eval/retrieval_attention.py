@@ -65,7 +65,7 @@ def _recall(strategy, query, keys, index, ids):
         keys.shape[-1] ** -0.5 if strategy.scale is None else strategy.scale
     )
     if isinstance(strategy, strategies.PriorityStrategy):
-        score += index.exponentials
+        score += index.exponentials[None]
     if isinstance(strategy, retrieval.TopKSampling):
         ids = ids[:, : strategy.budget // 2]  # the others are drawn, not searched for
     m = min(ids.shape[1], pool.shape[0])
