@@ -56,7 +56,9 @@ def run(n: int = 1 << 20, *, k: int = 128, seed: int = 0) -> list[dict[str, Any]
     center = jax.random.normal(rngs[1], (1, 1, 1, HEAD_DIM))
     value = (center + jax.random.normal(rngs[2], (1, n, 1, HEAD_DIM))).astype(jnp.bfloat16)
     direction = jax.random.normal(rngs[3], (QUERIES, 1, 1, HEADS, HEAD_DIM)) * spread[None, None, None, None]
-    unit = direction / jnp.linalg.norm(direction * spread[None, None, None, None], axis=-1, keepdims=True) * HEAD_DIM**0.5
+    unit = (
+        direction / jnp.linalg.norm(direction * spread[None, None, None, None], axis=-1, keepdims=True) * HEAD_DIM**0.5
+    )
     start = time.perf_counter()
     cache = certjax.init_cache(batch=1, kv_heads=1, head_dim=HEAD_DIM, capacity=n, dtype=jnp.bfloat16)
     cache = jax.block_until_ready(certjax.prefill(cache, key, value))
