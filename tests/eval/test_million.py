@@ -5,7 +5,7 @@ import pytest
 from certjax.eval import million
 
 
-def test_rows_and_table(capsys):
+def test_rows_and_table(quick_compilation, capsys):
     rows = million.run(4096, k=256)
     error = {(row["sigma"], row["method"]): row["error"] for row in rows}
     for sigma in million.SIGMAS:

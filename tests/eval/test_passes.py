@@ -87,6 +87,21 @@ def test_table(finished):
     assert "First-token latency" in page
 
 
+def test_table_of_errors_against_k():
+    base = {"part": "curve", "text": "t", "n": 512, "k": 16}
+    rows = [base | {"method": "top_k", "at": k, "attention_error": 1 / k} for k in (4, 16)]
+    certified = base | {"method": "certified", "epsilon": 0.2, "keys": 15.0, "attention_error": 0.05}
+    rows += [certified | {"at": 16}, base | {"method": "certified", "at": 4, "attention_error": None}]
+    rows.append(certified | {"at": None, "bytes": 1000.0, "exact": 0.5})
+    (section,) = passes_report.make_sections(rows)
+    assert section.columns == ("attention", "k = 4", "k = 16")
+    assert section.lines == [
+        ("TopK", "0.2500", "0.0625"),
+        ("certified, equal keys", "–", "0.0500 (ε = 0.2, 15 keys)"),
+    ]
+    assert "ε = 0.2: error 0.0500, 15 keys, 1000 bytes a query head, 50.0% of the heads exact" in section.note
+
+
 def test_alarm_where_softmax_lift_does_not_win():
     row = lambda method, error: {
         "part": "curve", "text": "t", "n": 512, "k": 8, "at": 8, "method": method, "attention_error": error,
