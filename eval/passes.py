@@ -22,7 +22,7 @@ times on each example, so that measuring disturbs nothing that is measured:
   `new_tokens`. Layers are called one by one from Python, for every kind of attention alike.
 
 Certified attention samples wherever a level certifies (`always_sample`): at the plan's ε, and at the ε found by
-bisection on the example's last queries for the keys (k) or the bytes of SoftmaxLift with Flat.
+bisection, on some of the dense run's own queries, for the keys (k) or the bytes of SoftmaxLift with Flat.
 """
 
 import dataclasses

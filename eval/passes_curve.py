@@ -8,6 +8,7 @@ query head, exact heads included, stay within k (or, for bytes, within what Soft
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -26,33 +27,36 @@ _BISECTIONS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """Queries of the newest positions in some layers, and dense attention's outputs.
+    """Queries of some positions in some layers, and dense attention's outputs.
 
     Attributes:
       recorded: what the model holds.
       layers: which.
-      outputs: float32 [layers, STEPS, N, H].
+      backs: positions, counted back from the newest one, 0.
+      outputs: float32 [layers, backs, N, H].
     """
 
     recorded: Recorded
     layers: tuple[int, ...]
+    backs: tuple[int, ...]
     outputs: np.ndarray
 
     def each(self):
         """Layer, query [1, 1, N, H], the cache that it saw, and dense attention's output [N, H]."""
         for i, layer in enumerate(self.layers):
-            for back in range(STEPS):
+            for j, back in enumerate(self.backs):
                 query = jnp.asarray(self.recorded.queries[layer, -1 - back][None, None])
-                yield layer, query, self.recorded.before(layer, back), self.outputs[i, back]
+                yield layer, query, self.recorded.before(layer, back), self.outputs[i, j]
 
 
-def queries_of(recorded: Recorded, layers: int) -> Queries:
+def queries_of(recorded: Recorded, layers: int, backs: Sequence[int] = range(STEPS)) -> Queries:
     """Those of so many layers, evenly spaced."""
     last = len(recorded.caches) - 1
     chosen = tuple(sorted({round(float(x)) for x in np.linspace(0, last, min(layers, last + 1))}))
-    empty = Queries(recorded, chosen, np.zeros((len(chosen), STEPS)))
+    empty = Queries(recorded, chosen, tuple(backs), np.zeros((len(chosen), len(backs))))
     outputs = [np.asarray(_dense(query, cache)) for _, query, cache, _ in empty.each()]
-    return Queries(recorded, chosen, np.stack(outputs).reshape(len(chosen), STEPS, *outputs[0].shape))
+    stacked = np.stack(outputs).reshape(len(chosen), len(backs), *outputs[0].shape)
+    return dataclasses.replace(empty, outputs=stacked)
 
 
 @jax.jit
@@ -70,18 +74,19 @@ def strategy_error(queries: Queries, strategy: retrieval.Strategy, *, seed: int 
     recorded, error, count = queries.recorded, 0.0, len(queries.recorded.ids)
     draws = 1 if isinstance(strategy, retrieval.TopK) else DRAWS
     N, H = recorded.queries.shape[2:]
-    lengths = jnp.arange(count, count - STEPS, -1)
+    T = len(queries.backs)
+    lengths = count - jnp.asarray(queries.backs, jnp.int32)
     for i, layer in enumerate(queries.layers):
         cache = recorded.caches[layer]
         K = cache.shape[1]
-        query = jnp.asarray(recorded.queries[layer, : -1 - STEPS : -1].reshape(STEPS, K, N // K, H))
+        query = jnp.asarray(recorded.queries[layer, [-1 - back for back in queries.backs]].reshape(T, K, N // K, H))
         key, value = (rows_of(x[0], cache.dtype) for x in (cache.key, cache.value))
         for draw in range(draws):
             rng = jax.random.fold_in(jax.random.key(seed), layer * DRAWS + draw)
             for k in range(K):
                 index = strategy.build(key[k, :count], jax.random.fold_in(rng, k))
                 found = np.asarray(_attend(strategy, query[:, k], key[k], value[k], index, lengths))
-                dense = queries.outputs[i].reshape(STEPS, K, N // K, H)[:, k]
+                dense = queries.outputs[i].reshape(T, K, N // K, H)[:, k]
                 error += np.sum((found - dense) ** 2, dtype=np.float64)
     return {"attention_error": relative(error / draws, queries.outputs**2), "draws": draws}
 

@@ -63,17 +63,18 @@ class Example:
         )
         spare = -(-(self.sample.length + 1) // 64) * 64 - len(context)
         self.recorded = inputs.record(self.model, context, spare=spare, prefill_dir=self.prefill_dir)
-        queries = passes_curve.queries_of(self.recorded, plan.layers)
-        self.certified = certified_on(plan, queries)
         stepper = self._stepper(stepwise.dense)
         ends = set(self.tokenizer.eos_ids)
         answer, _ = stepper.answer(
             self.rest, self.recorded.caches, self._hints(), limit=self.limit, ends=ends, clock=time.perf_counter
         )
         self.forced = [*self.rest, *answer[:-1]]
-        self.logits, self.facts = self._stepper(stepwise.dense, measure=True).feed(
+        self.logits, self.facts, caches = self._stepper(stepwise.dense, measure=True).feed(
             self.forced, self.recorded.caches, self._hints()
         )
+        fed = inputs.Recorded(caches, self.facts["query"].swapaxes(0, 1), [*context, *self.forced])
+        backs = range(0, len(self.forced), -(-len(self.forced) // inputs.STEPS))
+        self.certified = certified_on(plan, passes_curve.queries_of(fed, len(caches), backs))
         for arm, missing in todo:
             if missing:
                 self._arm(arm, missing, ends)
@@ -119,7 +120,7 @@ class Example:
             for part in missing:
                 if part == "accuracy":
                     stepper = self._stepper(attention, measure=True, epsilon=row["epsilon"])
-                    found = self._accuracy(*stepper.feed(self.forced, caches, hints))
+                    found = self._accuracy(*stepper.feed(self.forced, caches, hints)[:2])
                     if arm == "softmax_lift/flat":
                         found["bytes"] = flat_bytes(plan, self.recorded)
                 elif part == "latency":

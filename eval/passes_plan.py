@@ -63,7 +63,7 @@ class Plan:
 
     lengths: tuple[int, ...] = (4096,)
     tasks: tuple[str, ...] = ("niah_single_2", "niah_multikey_1", "niah_single_1")
-    examples: int = 2
+    examples: int = 1
     oracle_examples: int = 1
     pairs: tuple[tuple[str, str], ...] = (
         *((name, "flat") for name in STRATEGIES),

@@ -70,15 +70,17 @@ class Stepper:
         stacked = {name: jnp.stack([fact[name] for fact in facts]) for name in facts[0]}
         return _end(self.ends, x), tuple(new_caches), tuple(new_hints), stacked
 
-    def feed(self, ids: list[int], caches: Caches, hints: tuple) -> tuple[np.ndarray, Facts]:
-        """Feeds tokens after what the caches hold, which are left as they are: logits [T, V], statistics [T, L, …]."""
+    def feed(self, ids: list[int], caches: Caches, hints: tuple) -> tuple[np.ndarray, Facts, Caches]:
+        """Feeds tokens after what the caches hold, which are left as they are: logits [T, V], statistics [T, L, …], and
+        the caches afterwards.
+        """
         caches = jax.tree.map(jnp.copy, caches)
         logits, facts = [], []
         for token in ids:
             logit, caches, hints, fact = self.step(token, caches, hints)
             logits.append(np.asarray(logit))
             facts.append(jax.device_get(fact))
-        return np.stack(logits), {name: np.stack([fact[name] for fact in facts]) for name in facts[0]}
+        return np.stack(logits), {name: np.stack([fact[name] for fact in facts]) for name in facts[0]}, caches
 
     def answer(
         self, ids: list[int], caches: Caches, hints: tuple, *, limit: int, ends: set[int], clock: Callable[[], float]
