@@ -10,8 +10,9 @@ times on each example, so that measuring disturbs nothing that is measured:
   error: the same of the logits, over steps. Recall: the share of the keys of an exact search for the same queries (by
   perturbed scores for SoftmaxLift and the buckets; of its top half for TopK + Sampling) that were found. Keys: asked of
   oracles or read directly by a strategy, or whose value certified attention read, mean a query head; the exact tokens
-  come on top. KiB: of cache, metadata and index, where that is known, exact tokens included. The exact tokens are the
-  same for all at the start; those fed later are all exact for strategies, while certified attention's window moves on.
+  come on top, and the keys that certified attention or Flat only score. KiB: of cache, metadata and index, exact
+  tokens included, where that is known. The exact tokens are the same for all at the start; those fed later are all
+  exact for strategies, while certified attention's window moves on.
 * latency: seconds of the parts. Build: indexes of all layers and kv heads (certified attention's codes are made while
   the context is read: not counted). Search: within the oracles. Movement: what asking them takes beyond that, queries
   and answers passing between JAX and the host. Attention: gathering keys and values and the softmax over them and the
