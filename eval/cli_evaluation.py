@@ -73,7 +73,9 @@ def _add_retrieval(commands: Any) -> None:
     )
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder made by `certjax convert`")
     command.add_argument("--out", required=True, metavar="RUN_DIR", help="folder of the run: rows, retrieval.md")
-    command.add_argument("--preset", choices=("smoke", "small"), default="small", help="how much (%(default)s)")
+    command.add_argument(
+        "--preset", choices=("smoke", "small"), default="small", help="two, or ten to twenty minutes (%(default)s)"
+    )
     command.add_argument("--n", dest="lengths", type=int, nargs="+", metavar="N", help="tokens, multiples of 64")
     command.add_argument("--k", type=int, help="keys requested of oracles for each query (default: 128)")
     command.add_argument("--strategies", nargs="+", metavar="NAME", help="run with all --oracles")

@@ -30,10 +30,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from certjax.eval import doctor, inputs, passes_curve, texts
 from certjax.eval.bench_report import processor
 from certjax.eval.passes_example import Example, certified_on, flat_bytes
-from certjax.eval.passes_plan import CURVE, Plan
+from certjax.eval.passes_plan import CURVE, ORACLES, Plan
 from certjax.eval.runner import Run, model_digest, read_rows
 from certjax.eval.tasks import ruler
 
@@ -66,6 +68,9 @@ def run(
       ValueError: a text, checkpoint or folder that cannot be used, or a length that model, task or text do not have.
       ImportError: an oracle's library is missing.
     """
+    few = np.eye(4, dtype=np.float32)
+    for oracle in {name for _, name in plan.pairs}:
+        ORACLES[oracle].build(few, few)  # a missing library is told now
     loaded, tokenizer = inputs.load(checkpoint)
     chosen = [texts.read(kind, texts_dir) for kind in plan.texts]
     ids = {text.kind: inputs.tokens(text, tokenizer, max(plan.curve_lengths, default=1)) for text in chosen}
