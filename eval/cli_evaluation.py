@@ -1,4 +1,4 @@
-"""The commands of `certjax` that compare: eval, audit, report, ruler."""
+"""The commands of `certjax` that compare: eval, audit, report, ruler, retrieval."""
 
 import argparse
 import dataclasses
@@ -64,6 +64,28 @@ def add(commands: Any) -> None:
     command.add_argument("--squad", dest="squad_file", metavar="FILE", help="SQuAD dev v2.0, JSON")
     command.add_argument("--hotpot", dest="hotpot_file", metavar="FILE", help="HotpotQA dev distractor, JSON")
     command.set_defaults(run=_ruler)
+    _add_retrieval(commands)
+
+
+def _add_retrieval(commands: Any) -> None:
+    command = commands.add_parser(
+        "retrieval", help="compare attention through vector search with certified and dense attention"
+    )
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder made by `certjax convert`")
+    command.add_argument("--out", required=True, metavar="RUN_DIR", help="folder of the run: rows, retrieval.md")
+    command.add_argument(
+        "--preset", choices=("smoke", "small"), default="small", help="two, or ten to twenty minutes (%(default)s)"
+    )
+    command.add_argument("--n", dest="lengths", type=int, nargs="+", metavar="N", help="tokens, multiples of 64")
+    command.add_argument("--k", type=int, help="keys requested of oracles for each query (default: 128)")
+    command.add_argument("--strategies", nargs="+", metavar="NAME", help="run with all --oracles")
+    command.add_argument("--oracles", nargs="+", metavar="NAME", help="flat, faiss_flat, ivf, hnsw, nsg, mlann, pipnn")
+    command.add_argument("--examples", type=int, help="RULER samples of each length")
+    command.add_argument("--text", dest="texts", nargs="+", metavar="TEXT", help="for error against k (as for `eval`)")
+    command.add_argument("--texts", dest="texts_dir", metavar="DIR", help="as for `certjax eval`")
+    command.add_argument("--prefill-dir", metavar="DIR", help="as for `certjax demo`")
+    command.add_argument("--seed", type=int, help="of everything random")
+    command.set_defaults(run=_retrieval)
 
 
 def _run_options(command: argparse.ArgumentParser) -> None:
@@ -141,3 +163,19 @@ def _ruler(args: argparse.Namespace) -> None:
     from certjax.eval import ruler
 
     ruler.run(**{name: value for name, value in vars(args).items() if name != "run" and value is not None})
+
+
+def _retrieval(args: argparse.Namespace) -> None:
+    from certjax.eval import passes, passes_plan, passes_report
+
+    plan = passes_plan.PRESETS[args.preset]
+    given: dict[str, Any] = {name: getattr(args, name) for name in ("k", "examples", "seed")}
+    given |= {name: tuple(value) for name in ("lengths", "texts") if (value := getattr(args, name)) is not None}
+    given["curve_lengths"] = given.get("lengths")
+    if args.strategies or args.oracles:
+        strategies, oracles = args.strategies or ["softmax_lift"], args.oracles or ["flat"]
+        given |= {"pairs": tuple((s, o) for s in strategies for o in oracles)}
+        given["oracle_examples"] = plan.examples if args.examples is None else args.examples
+    plan = dataclasses.replace(plan, **{name: value for name, value in given.items() if value is not None})
+    passes.run(args.checkpoint, args.out, plan, texts_dir=args.texts_dir, prefill_dir=args.prefill_dir)
+    print(passes_report.write(args.out))

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import norm
 
 from certjax.eval import agreement, audit, divergence, errors, report_page
-from certjax.eval.runner import read_rows
+from certjax.eval.run_folder import read_rows
 
 Row = dict[str, Any]
 SIGNIFICANCE = 0.01  # of the alarms about arms that beat dense attention, over all of them together

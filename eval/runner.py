@@ -6,8 +6,6 @@ stopped goes on where it stood, and never has a row twice. `certjax report` make
 
 import dataclasses
 import hashlib
-import json
-import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from certjax.eval.bench_report import processor
 from certjax.eval.methods import protocol
 from certjax.eval.methods.expected_attention import FUTURE
 from certjax.eval.methods.registry import METHODS
+from certjax.eval.run_folder import Run, read_rows
 from certjax.models import Tokenizer
 from certjax.models.checkpoints import Checkpoint
 from certjax.models.llama import Llama, LlamaConfig
@@ -28,6 +27,8 @@ from certjax.models.llama import Llama, LlamaConfig
 PARTS = ("error", "audit", "ppl", "agreement")
 ORACLE_SHARES = (0.05, 0.02)  # of the keys: dense, 5 % and 2 % must come in this order, or something is wrong
 _FORMAT = 1
+# What rows depend on besides their id. The rest of a plan says which rows there are: more may follow in a later run.
+_SETTINGS = ("layers", "audit_steps", "audit_delta", "ppl_tokens", "new_tokens", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Plan:
     audit_steps: int = 8
     audit_delta: float = 1e-3
     ppl_lengths: tuple[int, ...] = (8192,)
-    ppl_texts: int = 2
+    ppl_texts: int = 1
     ppl_epsilons: tuple[float, ...] = (0.1,)
     ppl_tokens: int = 128
     ppl_methods: tuple[str, ...] = ("streaming_llm", "quest", "vattention_fixed")
@@ -106,68 +107,6 @@ PRESETS: dict[str, Plan] = {
         new_tokens=256,
     ),
 }  # fmt: skip
-
-
-class Run:
-    """The folder of a run.
-
-    Args:
-      folder: made if it is not there.
-      settings: what the rows depend on; a folder with other settings is refused.
-
-    Raises:
-      ValueError: the folder holds another run, or something else, or cannot be written.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], settings: dict[str, Any]):
-        self._file = Path(folder) / "rows.jsonl"
-        kept = Path(folder) / "settings.json"
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            if not kept.exists():
-                if any(Path(folder).iterdir()):
-                    raise ValueError(f"{folder}: is not empty and holds no run; give a new folder")
-                kept.write_text(json.dumps(settings, indent=1), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{folder}: cannot be written: {error.strerror}") from error
-        before = json.loads(kept.read_text(encoding="utf-8"))
-        other = [name for name in settings if before.get(name) != json.loads(json.dumps(settings[name]))]
-        if other:
-            name = other[0]
-            raise ValueError(
-                f"{folder}: holds a run with another {name} ({before.get(name)}, now {settings[name]}); "
-                "give a new folder"
-            )
-        self._mend()
-        self.done = {row["id"] for row in read_rows(folder)} if self._file.exists() else set()
-
-    def _mend(self) -> None:
-        """Drops what a killed run left of a line."""
-        if self._file.exists():
-            data = self._file.read_bytes()
-            whole = data[: data.rfind(b"\n") + 1]
-            if whole != data:
-                self._file.write_bytes(whole)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Appends a row; its `id` must be new."""
-        if row["id"] in self.done:
-            raise ValueError(f"row {row['id']} is there already")
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        self.done.add(row["id"])
-
-
-def read_rows(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a run.
-
-    Raises:
-      ValueError: the folder holds none.
-    """
-    file = Path(folder) / "rows.jsonl"
-    if not file.is_file():
-        raise ValueError(f"{folder}: holds no rows.jsonl; give the folder of a `certjax eval` or `certjax audit` run")
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def run(
@@ -213,8 +152,8 @@ def run(
         raise ValueError(f"texts must have different names, which rows go by: got {', '.join(kinds)}; rename a file")
     if any(LlamaConfig.from_hf(loaded.config).windows):
         raise ValueError(f"{checkpoint}: has layers with sliding windows, which the rivals here do not know of")
-    read = {text.kind: text.sha256 for text in chosen}
-    kept = Run(folder, {"plan": dataclasses.asdict(plan), "model": stamp["model"], "texts": read})
+    settings = {name: getattr(plan, name) for name in _SETTINGS} | {"model": stamp["model"]}
+    kept = Run(folder, settings | {f"text {text.kind}": text.sha256 for text in chosen})
     longest = max(plan.lengths) + _spare(plan)
     for text in chosen:
         inputs.tokens(text, tokenizer, longest)  # fails before anything is measured

@@ -228,12 +228,18 @@ def ask(index: Index, queries: jax.Array, count: int) -> tuple[jax.Array, ...]:
     return oracles.search(index.points, queries, count), requested, jnp.zeros((G,), jnp.int32), jnp.zeros((G,), bool)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(
-    strategy: Strategy, query: jax.Array, keys: jax.Array, values: jax.Array, index: Index, length: jax.Array
+def finish(
+    strategy: Strategy,
+    retrieved: tuple[jax.Array, ...],
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    index: Index,
+    length: jax.Array,
 ) -> RetrievalResult:
+    """What `Strategy.attend` does with what was retrieved; arguments as there, `retrieved` as of `retrieve`."""
     scale = strategy._scale(keys)
-    found, requested, direct, failed = strategy._retrieve(query, index)
+    found, requested, direct, failed = retrieved
     ids = jnp.where(found >= 0, found + index.start, -1)
     scores = indexes.scores(query, keys[jnp.maximum(ids, 0)], scale)
     scores = jnp.where(found >= 0, scores, -jnp.inf)
@@ -250,3 +256,17 @@ def _attend(
         keys_used=(log_weights > -jnp.inf).sum(-1).astype(jnp.int32),
         failed=failed,
     )
+
+
+def retrieve(strategy: Strategy, query: jax.Array, index: Index) -> tuple[jax.Array, ...]:
+    """The first half of `Strategy.attend`: numbers in the pool [G, m], −1 for none; keys requested, keys read directly,
+    failed, each [G].
+    """
+    return strategy._retrieve(query, index)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(
+    strategy: Strategy, query: jax.Array, keys: jax.Array, values: jax.Array, index: Index, length: jax.Array
+) -> RetrievalResult:
+    return finish(strategy, retrieve(strategy, query, index), query, keys, values, index, length)
