@@ -34,6 +34,11 @@ class Recorded:
     queries: np.ndarray
     ids: list[int]
 
+    def before(self, layer: int, back: int = 0) -> "certjax.KVCache":
+        """The cache of a layer as the query `back` positions before the newest one saw it."""
+        cache = self.caches[layer]
+        return dataclasses.replace(cache, length=cache.length - back)
+
 
 def model_for(loaded: Checkpoint, positions: int) -> Llama:
     """The model, its positions scaled where the context is longer than what it was trained for (`demo.stretched`)."""

@@ -12,6 +12,7 @@ from certjax import retrieval
 from certjax.eval import (
     cli,
     inputs,
+    loading,
     passes,
     passes_curve,
     passes_plan,
