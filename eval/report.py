@@ -99,7 +99,7 @@ def _error_sections(rows: Sequence[Row]) -> list[report_page.Section]:
             sections.append(
                 report_page.Section(
                     f"Error / M at matched {match}: n = {n}, ε = {epsilon:g}",
-                    f"{errors.__doc__ or ''}\n\n{texts} texts pooled; rivals read at most {what}; dense attention and "
+                    f"{texts} texts pooled; rivals read at most {what}; dense attention and "
                     "both certificates stand beside them, matched to nothing. – : even the "
                     "smallest setting of the method costs more.",
                     columns,
@@ -113,6 +113,7 @@ def _error_sections(rows: Sequence[Row]) -> list[report_page.Section]:
                         )
                         for line in lines
                     ],
+                    errors.__doc__ or "",
                 )
             )
     return sections
@@ -143,10 +144,10 @@ def _audit_section(rows: Sequence[Row]) -> list[report_page.Section]:
         for row in rows
     ]  # fmt: skip
     note = (
-        f"{audit.__doc__ or ''}\n\nAll rows together: {violations} violations in {calls} sampled calls, a rate of "
+        f"All rows together: {violations} violations in {calls} sampled calls, a rate of "
         f"{low:.1e} … {high:.1e} (99 % interval); δ was {rows[0]['delta']:g}."
     )
-    return [report_page.Section("Audit of the certificate", note, columns, lines)]
+    return [report_page.Section("Audit of the certificate", note, columns, lines, audit.__doc__ or "")]
 
 
 def _ppl_section(rows: Sequence[Row]) -> list[report_page.Section]:
@@ -165,7 +166,7 @@ def _ppl_section(rows: Sequence[Row]) -> list[report_page.Section]:
         )
         for row in rows
     ]  # fmt: skip
-    return [report_page.Section("Perplexity and divergence", divergence.__doc__ or "", columns, lines)]
+    return [report_page.Section("Perplexity and divergence", "", columns, lines, divergence.__doc__ or "")]
 
 
 def _agreement_section(rows: Sequence[Row]) -> list[report_page.Section]:
@@ -178,7 +179,7 @@ def _agreement_section(rows: Sequence[Row]) -> list[report_page.Section]:
         )
         for row in rows
     ]  # fmt: skip
-    return [report_page.Section("Agreement of generated texts", agreement.__doc__ or "", columns, lines)]
+    return [report_page.Section("Agreement of generated texts", "", columns, lines, agreement.__doc__ or "")]
 
 
 def alarms(rows: Sequence[Row]) -> list[str]:
@@ -216,8 +217,14 @@ def markdown(sections: Sequence[report_page.Section], warnings: Sequence[str], f
     lines = ["# certjax evaluation", ""]
     lines += [f"* **ALARM**: {warning}" for warning in warnings] or ["No alarms."]
     lines += ["", *(f"* {name}: {value}" for name, value in facts)]
+    told = None
     for section in sections:
-        lines += ["", f"## {section.title}", "", section.note.strip(), "", f"| {' | '.join(section.columns)} |"]
+        lines += ["", f"## {section.title}", ""]
+        if section.protocol != told:
+            lines += [section.protocol.strip(), ""]
+            told = section.protocol
+        lines += [section.note, ""] if section.note else []
+        lines += [f"| {' | '.join(section.columns)} |"]
         lines += ["|" + "---|" * len(section.columns), *(f"| {' | '.join(line)} |" for line in section.lines)]
     return "\n".join(lines) + "\n"
 

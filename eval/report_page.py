@@ -31,15 +31,17 @@ class Section:
 
     Attributes:
       title: heading.
-      note: how the numbers were made.
+      note: what is particular to this table.
       columns: headings.
       lines: cells.
+      protocol: how the numbers were made.
     """
 
     title: str
     note: str
     columns: Sequence[str]
     lines: Sequence[Sequence[str]]
+    protocol: str = ""
 
 
 def page(
@@ -83,7 +85,8 @@ def _table(section: Section) -> str:
     )
     return (
         f"<h2>{html.escape(section.title)}</h2><details><summary>How this was measured</summary>"
-        f'<p class="note">{html.escape(section.note.strip())}</p></details>'
+        f'<p class="note">{html.escape(section.protocol.strip())}</p></details>'
+        f'<p class="note">{html.escape(section.note)}</p>'
         f'<div class="table"><table><thead><tr>{cells("th", section.columns)}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
