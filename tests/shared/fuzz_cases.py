@@ -241,7 +241,7 @@ def draw_attributes(rng, storage: int) -> dict[str, np.generic]:
         "sinks": np.int64(rng.choice((0, 1, 4, 64, 100, HUGE), p=(0.6, 0.1, 0.1, 0.1, 0.06, 0.04))),
         "span": np.int64(rng.choice((0, 1, 65, 200, 300, HUGE), p=(0.6, 0.05, 0.05, 0.1, 0.1, 0.1))),
         "storage": np.int32(storage),
-        "isa": np.int32(rng.choice((-1, *range(len(_ffi.isa_levels()))))),
+        "isa": np.int32(rng.choice((-1, *map(_ffi.build_info()["isa_levels"].index, _ffi.isa_levels())))),
     }
 
 
