@@ -119,10 +119,12 @@ ffi::Future Project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs w
     int64_t merges = 0;
     for (const Matrix& m : matrices) merges += Ceil(m.outputs, width(m));
     job->merges = std::make_unique<Merge[]>(merges);
-    if (!job->sums.Reserve(slabs * R * padded * sizeof(float))) {
+    Layout count(nullptr);
+    count.Take(&sums, slabs * R * padded);
+    if (!job->sums.Reserve(count.bytes())) {
       return Failed(ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for sums"));
     }
-    sums = reinterpret_cast<float*>(job->sums.data());
+    Layout(job->sums.data()).Take(&sums, slabs * R * padded);
   }
   int64_t merge = -1;
   for (const Matrix& m : matrices) {
