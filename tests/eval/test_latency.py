@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from certjax.eval import bench_inputs, bench_methods, bench_model, bench_plan, bench_report, latency
+from certjax.eval import bench_inputs, bench_methods, bench_model, bench_plan, bench_report, latency, loading
 from certjax.eval.bench_inputs import POSITIONS, make_heads, split_heads, stored, synthetic
 from certjax.models import checkpoints
 from certjax.models.dummy import dummy_config, dummy_tensors
@@ -286,7 +286,7 @@ def test_a_model_makes_caches(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     checkpoints.save(folder, params_from_tensors(config, dummy_tensors(config)), {}, {}, {})
     monkeypatch.setattr(bench_model.LlamaConfig, "from_hf", lambda _: config)
-    monkeypatch.setattr(bench_model, "Tokenizer", lambda *_: type("", (), {"encode": lambda _, text: ids})())
+    monkeypatch.setattr(loading, "Tokenizer", lambda *_: type("", (), {"encode": lambda _, text: ids})())
     cases, skipped = bench_model.model_cases(str(folder), None, [1024, 256, 320])
     assert [(case.n, case.heads, case.d, case.g) for case in cases] == [(256, 4, 16, 2), (320, 4, 16, 2)]
     assert len(skipped) == 1
