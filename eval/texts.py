@@ -70,7 +70,10 @@ def _reference(_: Path | None) -> str:
 
 def _code(_: Path | None) -> str:
     folder = Path(sysconfig.get_path("stdlib"))
-    return "\n\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
+    files = (folder / f"{name}.py" for name in _MODULES)
+    # Some are packages in newer versions.
+    files = (file if file.is_file() else file.with_suffix("") / "__init__.py" for file in files)
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def _prose(folder: Path | None) -> str:
