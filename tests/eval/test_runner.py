@@ -190,7 +190,10 @@ def test_command_line(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("CERTJAX_DEMO_CHECKPOINT" not in os.environ, reason="CERTJAX_DEMO_CHECKPOINT is not set")
+@pytest.mark.skipif(
+    "CERTJAX_DEMO_CHECKPOINT" not in os.environ,
+    reason="CERTJAX_DEMO_CHECKPOINT is not set: `make test` makes the demo model",
+)
 def test_smoke_preset_on_the_demo_model(tmp_path):
     """All parts on a real model and text: the certificate holds, and rivals at as many keys are further off."""
     rows = runner.run(os.environ["CERTJAX_DEMO_CHECKPOINT"], str(tmp_path / "run"), runner.PRESETS["smoke"])

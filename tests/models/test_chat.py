@@ -108,7 +108,10 @@ def test_conversion_carries_the_template(write_gguf, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("CERTJAX_DEMO_CHECKPOINT" not in os.environ, reason="CERTJAX_DEMO_CHECKPOINT is not set")
+@pytest.mark.skipif(
+    "CERTJAX_DEMO_CHECKPOINT" not in os.environ,
+    reason="CERTJAX_DEMO_CHECKPOINT is not set: `make test` makes the demo model",
+)
 def test_the_demo_models_template():
     loaded = checkpoints.load(os.environ["CERTJAX_DEMO_CHECKPOINT"])
     tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
