@@ -32,12 +32,11 @@ from typing import Any
 
 import numpy as np
 
-from certjax.eval import doctor, inputs, loading, passes_curve, texts
-from certjax.eval.bench_report import processor
+from certjax.eval import inputs, loading, passes_curve, texts
 from certjax.eval.passes_example import Example, certified_on, flat_bytes
 from certjax.eval.passes_plan import CURVE, ORACLES, Plan
 from certjax.eval.run_folder import Run, read_rows
-from certjax.eval.runner import model_digest
+from certjax.eval.runner import make_stamp
 from certjax.eval.tasks import ruler
 
 _FORMAT = 1
@@ -75,10 +74,7 @@ def run(
     loaded, tokenizer = loading.load(checkpoint)
     chosen = [texts.read(kind, texts_dir) for kind in plan.texts]
     ids = {text.kind: inputs.tokens(text, tokenizer, max(plan.curve_lengths, default=1)) for text in chosen}
-    facts = dict(doctor.report()) | processor()
-    names = ("certjax", "jax", "python", "CPU", "ISA level chosen", "threads")
-    stamp = {"format": _FORMAT, "model": model_digest(checkpoint), "seed": plan.seed}
-    stamp |= {name: facts[name] for name in names if name in facts}
+    stamp = make_stamp(checkpoint, plan.seed) | {"format": _FORMAT}
     kept = Run(folder, {"plan": dataclasses.asdict(plan), "model": stamp["model"]})
     common = {"stamp": stamp, "k": plan.k, "window": plan.window, "sinks": plan.sinks}
 

@@ -136,17 +136,7 @@ def run(
     """
     loaded, tokenizer = loading.load(checkpoint)
     chosen = [texts.read(kind, texts_dir) for kind in plan.texts]
-    facts = dict(doctor.report()) | processor()
-    stamp = {
-        "format": _FORMAT,
-        "model": model_digest(checkpoint),
-        "seed": plan.seed,
-        **{
-            name: facts[name]
-            for name in ("certjax", "jax", "python", "CPU", "ISA level chosen", "threads")
-            if name in facts
-        },
-    }
+    stamp = make_stamp(checkpoint, plan.seed) | {"format": _FORMAT}
     kinds = [text.kind for text in chosen]
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"texts must have different names, which rows go by: got {', '.join(kinds)}; rename a file")
@@ -165,6 +155,13 @@ def run(
                 _Setting(predicted, kept, plan, loaded, tokenizer, text, n, about | {"stamp": stamp}, prefill_dir, say)
             )
     return read_rows(folder)
+
+
+def make_stamp(checkpoint: str, seed: int) -> dict[str, Any]:
+    """What every row says of model, seed, versions and machine."""
+    facts = dict(doctor.report()) | processor()
+    names = ("certjax", "jax", "python", "CPU", "ISA level chosen", "threads")
+    return {"model": model_digest(checkpoint), "seed": seed} | {x: facts[x] for x in names if x in facts}
 
 
 def model_digest(checkpoint: str) -> str:
