@@ -16,9 +16,9 @@ def add(commands: Any) -> None:
         "stopped goes on where it stood when the same command is given again.",
     )
     command.add_argument(
-        "part", choices=("error", "audit", "ppl", "agreement", "all"),
-        help="error tables at matched keys and bytes; the certificate replayed densely; perplexity and divergence; "
-        "texts generated alike; or all of them",
+        "parts", nargs="+", metavar="PART", choices=("error", "audit", "ppl", "agreement", "all"),
+        help="error: tables at matched keys and bytes; audit: the certificate replayed densely; ppl: perplexity and "
+        "divergence; agreement: texts generated alike; or all",
     )  # fmt: skip
     _run_options(command)
     command.add_argument("--epsilon", dest="epsilons", type=float, nargs="+", metavar="E", help="allowed errors")
@@ -129,7 +129,7 @@ def _plan(args: argparse.Namespace, parts: Sequence[str]):
 def _eval(args: argparse.Namespace) -> int:
     from certjax.eval import report, runner
 
-    parts = runner.PARTS if args.part == "all" else (args.part,)
+    parts = runner.PARTS if "all" in args.parts else args.parts
     plan = _plan(args, parts)
     rows = runner.run(args.checkpoint, args.out, plan, texts_dir=args.texts_dir, prefill_dir=args.prefill_dir)
     print(report.write(args.out))
@@ -137,7 +137,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _audit(args: argparse.Namespace) -> int:
-    args.part = "audit"
+    args.parts = ["audit"]
     return _eval(args)
 
 

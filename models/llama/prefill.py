@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 import certjax
 from certjax.models.llama.modeling import Caches, Llama
 
-_KEY_BLOCK = 512  # keys a pass of the online softmax; its scores, N·T·512 floats a row, are the largest buffer
+_KEY_BLOCK = 256  # keys a pass of the online softmax; its scores, N·T·256 floats a row, are the largest buffer
 _LOWEST = -1e30  # a finite stand-in for −inf: differences of two of them are not NaN
 
 
@@ -41,8 +41,8 @@ def prefill(
     Raises:
       ValueError: an empty prompt, ids outside the vocabulary, more tokens than the cache or the model can hold.
 
-    Memory: beside weights and caches about B·chunk·(N·512 + 3·F) floats; the logits of a chunk where asked for.
-    Attention reads the filled part of the cache only, in blocks of 512 keys.
+    Memory: beside weights and caches about B·chunk·(N·256 + 3·F) floats; the logits of a chunk where asked for.
+    Attention reads the filled part of the cache only, in blocks of 256 keys.
     """
     ids, lengths = pack_prompts(prompts, model.config.vocab_size)
     if not isinstance(chunk, int) or chunk < 1:
@@ -166,7 +166,8 @@ def chunk_attention(
     """Exact causal attention of T new queries of each row over its cache, which holds their keys already.
 
     An online softmax over blocks of keys: the number of blocks follows what the rows hold, not the capacity, and blocks
-    that lie before every row's window are not read.
+    that lie before every row's window are not read. Blocks that every query sees whole, most of a long cache, need no
+    mask.
 
     Args:
       query: float32 [B, T, N, H]; query i of row b stands at position start[b] + i.
@@ -185,21 +186,24 @@ def chunk_attention(
     query = query.reshape(B, K, N // K * T, H)
     position = start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]  # [B, T]
 
-    def block(i, carry):
-        top, total, out = carry
-        # The last block of a capacity that is no multiple of the size overlaps its predecessor; `fresh` masks that.
-        first = jnp.minimum(i * size, S - size)
+    def visible(i, first):
+        """[B, 1, 1, T, size]: keys of a block that a query may see."""
         index = first + jnp.arange(size, dtype=jnp.int32)
-        fresh = index >= i * size
-        distance = position[:, :, None] - index[None, None, :]  # [B, T, size]
-        mask = (distance >= 0) & fresh[None, None, :]
+        distance = position[:, :, None] - index[None, None, :]
+        # The last block of a capacity that is no multiple of the size overlaps its predecessor: each key counts once.
+        mask = (distance >= 0) & (index >= i * size)[None, None, :]
         if window is not None:
             mask &= distance < window
-        mask = mask[:, None, None]  # [B, 1, 1, T, size]
+        return mask[:, None, None]
+
+    def block(i, carry, *, masked):
+        top, total, out = carry
+        first = jnp.minimum(i * size, S - size)
         key, value = (
             _as_float32(jax.lax.dynamic_slice_in_dim(x, first, size, 2), cache) for x in (cache.key, cache.value)
         )
         scores = jnp.einsum("BKQH,BKSH->BKQS", query, key).reshape(B, K, N // K, T, size)
+        mask = visible(i, first) if masked else jnp.bool_(True)
         scores = jnp.where(mask, scores, _LOWEST)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0)
@@ -210,10 +214,13 @@ def chunk_attention(
     shape = (B, K, N // K, T)
     init = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, H), jnp.float32))
     end = jnp.where(count > 0, start + count, 0).max()
-    begin = jnp.int32(0)
-    if window is not None:  # rows without new tokens do not hold the others back
-        begin = jnp.maximum(jnp.where(count > 0, start, end).min() - (window - 1), 0) // size
-    _, total, out = jax.lax.fori_loop(begin, -(-end // size), block, init)
+    oldest = jnp.where(count > 0, start, end).min()  # rows without new tokens do not hold the others back
+    if window is None:
+        begin = oldest // size
+        init = jax.lax.fori_loop(0, begin, functools.partial(block, masked=False), init)
+    else:
+        begin = jnp.maximum(oldest - (window - 1), 0) // size
+    _, total, out = jax.lax.fori_loop(begin, -(-end // size), functools.partial(block, masked=True), init)
     out = out / jnp.maximum(total, jnp.float32(1e-30))[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
