@@ -1,4 +1,4 @@
-"""`certjax ruler`: the thirteen RULER tasks with dense and certified attention, on the same samples.
+"""`certjax ruler`: the thirteen RULER tasks with dense, certified and retrieval attention, on the same samples.
 
 Protocol. The prompt is read with exact attention (setup A), or its context is (setup B); what follows is fed token by
 token through the attention under test, greedily, until an end token or the task's budget. Scores are the official
@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 import certjax
-from certjax.eval import demo, doctor, loading, ruler_report
+from certjax import retrieval
+from certjax.eval import demo, doctor, loading, ruler_arms, ruler_report, stepwise
 from certjax.eval.bench_report import processor
 from certjax.eval.tasks import ruler
 from certjax.eval.tasks.ruler.rows import Rows
@@ -39,7 +40,8 @@ def run(
     lengths: Sequence[int] = (4096,),
     samples: int = 10,
     setups: Sequence[Setup] = ("A", "B"),
-    attentions: Mapping[str, str | DecodeAttention] | Sequence[str] = ("dense", "certified"),
+    attentions: Mapping[str, str | DecodeAttention | retrieval.Strategy] | Sequence[str] = ("dense", "certified"),
+    k: int = 128,
     epsilon: float = 0.1,
     delta_total: float = 0.01,
     seed: int = 42,
@@ -62,8 +64,9 @@ def run(
       lengths: tokens of prompt and answer together.
       samples: of each task and length; a later run may ask for more.
       setups: "A", "B".
-      attentions: "dense", "certified", or a name each for any attention of `Llama`; "dense" is what others are compared
-        with.
+      attentions: of `ruler_arms.NAMES`, or a name each for any attention of `Llama` or retrieval strategy; "dense" is
+        what others are compared with.
+      k: keys that retrieval strategies named so ask for; sink 1 and the newest 1024 tokens of the context are exact.
       epsilon: of the certified attention, value measure.
       delta_total: of an answer: probability that any of its certified outputs is off.
       seed: of samples and perturbations.
@@ -90,7 +93,7 @@ def run(
         if x < 1:
             raise ValueError(f"{name} must be positive, got {x}")
     if not isinstance(attentions, Mapping):
-        attentions = {name: name for name in attentions}
+        attentions = {name: ruler_arms.arm(name, k) for name in attentions}
     materials = ruler.load_materials(
         template_file=template_file, word_file=word_file, essay_file=essay_file, squad_file=squad_file,
         hotpot_file=hotpot_file,
@@ -103,7 +106,11 @@ def run(
         )
     model = load_model(loaded.params, demo.stretched(config, max(lengths)))
     for attention in attentions.values():
-        model.with_attention(attention)  # raises before any prompt is read
+        # Raises before any prompt is read.
+        if isinstance(attention, retrieval.Strategy):
+            stepwise.Stepper(model, stepwise.dense, config=certjax.Config())
+        else:
+            model.with_attention(attention)
     certjax.Config(epsilon=epsilon, delta=delta_total)  # and so does this
     settings = {
         "generator": ruler.GENERATOR_VERSION,
@@ -129,6 +136,7 @@ def run(
         "cache_dtype": _DTYPE,
         "epsilon": epsilon,
         "delta_total": delta_total,
+        "k": k,
         "environment": _environment(),
     }
     del loaded
@@ -154,7 +162,7 @@ def _run_sample(
     tokenizer: Tokenizer,
     sample: ruler.Sample,
     missing: Sequence[tuple[Setup, str]],
-    attentions: Mapping[str, str | DecodeAttention],
+    attentions: Mapping[str, str | DecodeAttention | retrieval.Strategy],
     epsilon: float,
     delta_total: float,
     seed: int,
@@ -170,11 +178,16 @@ def _run_sample(
         row_id = f"{sample.id}/{setup}/{name}"
         # Python's hash of a string differs from run to run.
         rng = jax.random.fold_in(jax.random.key(seed), np.uint32(int(digest(row_id.encode())[:8], 16)))
-        begin = time.monotonic()
-        answer = ruler.run_sample(
-            model, tokenizer, sample, attention=attentions[name], setup=setup, rng=rng, start=start,
-            config=certjax.Config(epsilon=epsilon, delta=delta),
-        )  # fmt: skip
+        begin, attention = time.monotonic(), attentions[name]
+        if isinstance(attention, retrieval.Strategy):
+            answer = ruler_arms.answer_by_retrieval(
+                model, tokenizer, sample, strategy=attention, setup=setup, rng=rng, start=start
+            )
+        else:
+            answer = ruler.run_sample(
+                model, tokenizer, sample, attention=attention, setup=setup, rng=rng, start=start,
+                config=certjax.Config(epsilon=epsilon, delta=delta),
+            )  # fmt: skip
         row = {
             "id": row_id,
             **{key: getattr(sample, key) for key in ("task", "length", "index", "metric", "budget", "size", "unit")},

@@ -1,0 +1,68 @@
+"""Retrieval strategies as RULER's attention: exact where nothing is left out, wrong where much is."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import certjax
+from certjax import retrieval
+from certjax.eval import ruler_arms
+from certjax.eval.tasks import ruler
+from certjax.models import Tokenizer, checkpoints
+from certjax.models.llama import LlamaConfig, load_model
+
+SAMPLE = ruler.Sample(
+    "own-0", "own", 64, 0, "The quick brown fox.\n", "Which?", " The", ("fox",), 12, "all", 31, 1, "lines", ()
+)
+
+
+@pytest.fixture(scope="module")
+def parts(checkpoint):
+    loaded = checkpoints.load(checkpoint)
+    tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
+    model = load_model(loaded.params, LlamaConfig.from_hf(loaded.config), attention="dense")
+    return model, tokenizer, ruler.read(model, tokenizer, SAMPLE, cache_dtype="float32")
+
+
+def answer(parts, strategy, setup, sample=SAMPLE):
+    model, tokenizer, start = parts
+    return ruler_arms.answer_by_retrieval(
+        model, tokenizer, sample, strategy=strategy, setup=setup, rng=jax.random.key(0), start=start
+    )
+
+
+def dense(parts, setup, sample=SAMPLE):
+    model, tokenizer, start = parts
+    return ruler.run_sample(
+        model, tokenizer, sample, attention="dense", setup=setup, rng=jax.random.key(0), config=certjax.Config(),
+        start=start,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("setup", "strategy"),
+    [("A", retrieval.TopK(budget=64, window=4)), ("B", retrieval.SoftmaxLift(budget=128, window=4))],
+)
+def test_all_keys_are_dense_attention(parts, setup, strategy):
+    expected, found = dense(parts, setup), answer(parts, strategy, setup)
+    assert (found.tokens, found.text) == (expected.tokens, expected.text)
+    assert (found.steps, found.ended) == (expected.steps, expected.ended)
+
+
+def test_few_keys_are_not(parts):
+    assert answer(parts, retrieval.TopK(budget=1, window=1), "B").tokens != dense(parts, "B").tokens
+
+
+def test_a_budget_of_one_is_the_prompts_own_token_in_setup_a(parts):
+    sample = dataclasses.replace(SAMPLE, budget=1)
+    found = answer(parts, retrieval.TopK(budget=1, window=1), "A", sample)
+    assert found.tokens == dense(parts, "A", sample).tokens
+    assert found.steps == 0
+
+
+def test_names():
+    assert ruler_arms.arm("softmax_lift", 32) == retrieval.SoftmaxLift(budget=32)
+    assert ruler_arms.arm("dense", 32) == "dense"
+    with pytest.raises(ValueError, match="budget"):
+        ruler_arms.arm("top_k", 0)
