@@ -36,10 +36,11 @@ from certjax.eval import inputs, loading, passes_curve, texts
 from certjax.eval.passes_example import Example, certified_on, flat_bytes
 from certjax.eval.passes_plan import CURVE, ORACLES, Plan
 from certjax.eval.run_folder import Run, read_rows
-from certjax.eval.runner import make_stamp
+from certjax.eval.runner import PRESETS, make_stamp
 from certjax.eval.tasks import ruler
 
 _FORMAT = 1
+_SPARE = PRESETS["small"].spare  # the same model and caches as those of `certjax eval`: a text is read once
 
 
 def run(
@@ -84,7 +85,7 @@ def run(
 
     for text in chosen:
         for n in plan.curve_lengths:
-            model = inputs.model_for(loaded, n)
+            model = inputs.model_for(loaded, n + _SPARE)
             _curve(plan, kept, add, text, model, ids[text.kind][:n], prefill_dir)
     materials = ruler.load_materials()
     for n in plan.lengths:
@@ -112,7 +113,7 @@ def _curve(plan, kept, add, text, model, ids, prefill_dir) -> None:
     missing = [(name, k) for name, k in wanted if f"curve/{text.kind}/{n}/{name}/{k}" not in kept.done]
     if not missing:
         return
-    recorded = inputs.record(model, ids, prefill_dir=prefill_dir)
+    recorded = inputs.record(model, ids, spare=_SPARE, prefill_dir=prefill_dir)
     queries = passes_curve.queries_of(recorded, plan.layers)
     certified = certified_on(plan, queries)
     for name, k in missing:

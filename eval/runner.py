@@ -92,6 +92,11 @@ class Plan:
         if self.audit_steps > inputs.STEPS:
             raise ValueError(f"audit_steps must be at most {inputs.STEPS}: got {self.audit_steps}")
 
+    @property
+    def spare(self) -> int:
+        """Positions beyond the text that the parts need, a multiple of 64."""
+        return -(-(max(self.ppl_tokens, self.new_tokens) + 1) // 64) * 64
+
 
 PRESETS: dict[str, Plan] = {
     "smoke": Plan(
@@ -144,7 +149,7 @@ def run(
         raise ValueError(f"{checkpoint}: has layers with sliding windows, which the rivals here do not know of")
     settings = {name: getattr(plan, name) for name in _SETTINGS} | {"model": stamp["model"]}
     kept = Run(folder, settings | {f"text {text.kind}": text.sha256 for text in chosen})
-    longest = max(plan.lengths) + _spare(plan)
+    longest = max(plan.lengths) + plan.spare
     for text in chosen:
         inputs.tokens(text, tokenizer, longest)  # fails before anything is measured
     for i, text in enumerate(chosen):
@@ -167,11 +172,6 @@ def make_stamp(checkpoint: str, seed: int) -> dict[str, Any]:
 def model_digest(checkpoint: str) -> str:
     """Of the manifest, which holds the checksums of the parameters."""
     return hashlib.sha256((Path(checkpoint) / "manifest.json").read_bytes()).hexdigest()[:16]
-
-
-def _spare(plan: Plan) -> int:
-    """Positions beyond the text that the parts of a plan need, a multiple of 64."""
-    return -(-(max(plan.ppl_tokens, plan.new_tokens) + 1) // 64) * 64
 
 
 @dataclasses.dataclass
@@ -199,12 +199,12 @@ class _Setting:
     @property
     def ids(self) -> list[int]:
         """The tokens that are read, and those that follow."""
-        return self.get("ids", lambda: inputs.tokens(self.text, self.tokenizer, self.n + _spare(self.plan)))
+        return self.get("ids", lambda: inputs.tokens(self.text, self.tokenizer, self.n + self.plan.spare))
 
     @property
     def model(self) -> Llama:
         """Its positions reach to what is generated."""
-        return self.get("model", lambda: inputs.model_for(self.loaded, self.n + _spare(self.plan)))
+        return self.get("model", lambda: inputs.model_for(self.loaded, self.n + self.plan.spare))
 
     @property
     def recorded(self) -> inputs.Recorded:
@@ -212,7 +212,7 @@ class _Setting:
         return self.get(
             "recorded",
             lambda: inputs.record(
-                self.model, self.ids[: self.n], spare=_spare(self.plan), prefill_dir=self.prefill_dir
+                self.model, self.ids[: self.n], spare=self.plan.spare, prefill_dir=self.prefill_dir
             ),
         )
 
