@@ -55,6 +55,7 @@ def add(commands: Any) -> None:
         help="dense, certified, certified_always_sample, softmax_lift, top_k, top_k_sampling (default: the first two)",
     )  # fmt: skip
     command.add_argument("--k", type=int, help="keys that retrieval strategies ask for (default: 128)")
+    command.add_argument("--window", type=int, help="newest tokens that are exact for all (default: 1024)")
     command.add_argument("--epsilon", type=float, help="allowed error relative to the value scale M (default: 0.1)")
     command.add_argument("--delta", type=float, dest="delta_total", help="of a whole answer (default: 0.01)")
     command.add_argument("--seed", type=int, help="of everything random (default: 42)")

@@ -7,6 +7,7 @@ below a gate is marked: where the model itself fails, nothing can be told apart.
 the same command goes on with them.
 """
 
+import dataclasses
 import json
 import sys
 import time
@@ -27,7 +28,6 @@ from certjax.eval.tasks.ruler.runner import Setup
 from certjax.eval.tasks.ruler.templates import digest
 from certjax.models import Tokenizer
 from certjax.models.llama import Llama, LlamaConfig, load_model
-from certjax.models.llama.modeling import DecodeAttention
 
 _DTYPE = "bfloat16"  # of the caches
 
@@ -40,8 +40,9 @@ def run(
     lengths: Sequence[int] = (4096,),
     samples: int = 10,
     setups: Sequence[Setup] = ("A", "B"),
-    attentions: Mapping[str, str | DecodeAttention | retrieval.Strategy] | Sequence[str] = ("dense", "certified"),
+    attentions: Mapping[str, ruler_arms.Arm] | Sequence[str] = ("dense", "certified"),
     k: int = 128,
+    window: int = 1024,
     epsilon: float = 0.1,
     delta_total: float = 0.01,
     seed: int = 42,
@@ -66,7 +67,8 @@ def run(
       setups: "A", "B".
       attentions: of `ruler_arms.NAMES`, or a name each for any attention of `Llama` or retrieval strategy; "dense" is
         what others are compared with.
-      k: keys that retrieval strategies named so ask for; sink 1 and the newest 1024 tokens of the context are exact.
+      k: keys that retrieval strategies named so ask for.
+      window: newest tokens that are exact for certified attention, and at the start for strategies; so is the first.
       epsilon: of the certified attention, value measure.
       delta_total: of an answer: probability that any of its certified outputs is off.
       seed: of samples and perturbations.
@@ -93,7 +95,7 @@ def run(
         if x < 1:
             raise ValueError(f"{name} must be positive, got {x}")
     if not isinstance(attentions, Mapping):
-        attentions = {name: ruler_arms.arm(name, k) for name in attentions}
+        attentions = {name: ruler_arms.arm(name, k, window) for name in attentions}
     materials = ruler.load_materials(
         template_file=template_file, word_file=word_file, essay_file=essay_file, squad_file=squad_file,
         hotpot_file=hotpot_file,
@@ -111,7 +113,7 @@ def run(
             stepwise.Stepper(model, stepwise.dense, config=certjax.Config())
         else:
             model.with_attention(attention)
-    certjax.Config(epsilon=epsilon, delta=delta_total)  # and so does this
+    promise = certjax.Config(epsilon=epsilon, delta=delta_total, window=window, sinks=ruler_arms.SINKS)
     settings = {
         "generator": ruler.GENERATOR_VERSION,
         "policy": policy,
@@ -136,11 +138,19 @@ def run(
         "cache_dtype": _DTYPE,
         "epsilon": epsilon,
         "delta_total": delta_total,
-        "k": k,
+        "window": window,
+        "sinks": ruler_arms.SINKS,
         "environment": _environment(),
     }
     del loaded
     rows = Rows(Path(out) / "rows.jsonl", settings)
+    for row in rows.rows:
+        name = row["attention"]
+        if name in attentions and row["how"] != ruler_arms.describe(attentions[name]):
+            raise ValueError(
+                f"{out}: {name} was {row['how']}, is {ruler_arms.describe(attentions[name])}: give it another name, or "
+                "use another folder"
+            )
     for task in tasks:
         for length in lengths:
             drawn = ruler.generate(
@@ -150,7 +160,7 @@ def run(
             for sample in drawn:
                 missing = [(s, a) for s in setups for a in attentions if f"{sample.id}/{s}/{a}" not in rows]
                 if missing:
-                    _run_sample(model, tokenizer, sample, missing, attentions, epsilon, delta_total, seed, rows)
+                    _run_sample(model, tokenizer, sample, missing, attentions, promise, seed, rows)
     summary = {"settings": settings, "gate": gate, **ruler_report.summary(rows.rows, gate)}
     (Path(out) / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     ruler_report.show(summary)
@@ -162,9 +172,8 @@ def _run_sample(
     tokenizer: Tokenizer,
     sample: ruler.Sample,
     missing: Sequence[tuple[Setup, str]],
-    attentions: Mapping[str, str | DecodeAttention | retrieval.Strategy],
-    epsilon: float,
-    delta_total: float,
+    attentions: Mapping[str, ruler_arms.Arm],
+    promise: "certjax.Config",
     seed: int,
     rows: Rows,
 ) -> None:
@@ -174,7 +183,7 @@ def _run_sample(
     prefill_seconds = time.monotonic() - begin
     shape = {"heads": model.config.num_heads, "layers": model.config.num_layers}
     for setup, name in missing:
-        delta = certjax.delta_per_call(delta_total, steps=len(start.rest) + sample.budget, **shape)
+        delta = certjax.delta_per_call(promise.delta, steps=len(start.rest) + sample.budget, **shape)
         row_id = f"{sample.id}/{setup}/{name}"
         # Python's hash of a string differs from run to run.
         rng = jax.random.fold_in(jax.random.key(seed), np.uint32(int(digest(row_id.encode())[:8], 16)))
@@ -186,7 +195,7 @@ def _run_sample(
         else:
             answer = ruler.run_sample(
                 model, tokenizer, sample, attention=attention, setup=setup, rng=rng, start=start,
-                config=certjax.Config(epsilon=epsilon, delta=delta),
+                config=dataclasses.replace(promise, delta=delta),
             )  # fmt: skip
         row = {
             "id": row_id,
@@ -194,6 +203,7 @@ def _run_sample(
             "gold": list(sample.gold),
             "setup": setup,
             "attention": name,
+            "how": ruler_arms.describe(attention),
             "prompt": digest([sample.context, sample.question, sample.answer_prefix]),
             "prompt_tokens": len(start.context) + len(start.rest),
             "context_tokens": len(start.context),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ STRATEGIES = {
     "top_k": retrieval.TopK,
     "top_k_sampling": retrieval.TopKSampling,
 }
+SINKS = 1  # oldest tokens that are exact
 NAMES = ("dense", "certified", "certified_always_sample", *STRATEGIES)
 
 
@@ -31,11 +33,22 @@ def always_sample(query, cache, *, rng, hint, config):
     return certjax.decode_attention(query, cache, rng=rng, config=config, hint=hint)
 
 
-def arm(name: str, k: int) -> "str | DecodeAttention | retrieval.Strategy":
-    """What goes by a name of `NAMES`; `k` keys are asked for by strategies. Other names are left to `Llama`."""
+Arm: TypeAlias = str | DecodeAttention | retrieval.Strategy
+
+
+def arm(name: str, k: int, window: int) -> Arm:
+    """What goes by a name of `NAMES`, strategies with their budget and window. Other names are left to `Llama`."""
     if name in STRATEGIES:
-        return STRATEGIES[name](budget=k)
+        return STRATEGIES[name](budget=k, window=window, sinks=SINKS)
     return always_sample if name == "certified_always_sample" else name
+
+
+def describe(arm: Arm) -> str:
+    """The same text for the same attention, in any process."""
+    if isinstance(arm, str | retrieval.Strategy):
+        return str(arm)
+    named = arm if hasattr(arm, "__qualname__") else type(arm)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def answer_by_retrieval(
@@ -51,7 +64,7 @@ def answer_by_retrieval(
     """As `ruler.run_sample`, over an exact index (`Flat`) of what was read with exact attention.
 
     Every sample has a length of its own, so that programs compile anew: the layers are called one by one, for which one
-    layer is compiled.
+    layer is compiled. Rounding differs from that of a whole compiled model, and may turn a choice between two tokens.
 
     Args:
       model: the model.
@@ -70,7 +83,7 @@ def answer_by_retrieval(
         held, fed = [*held, *fed], [int(jnp.argmax(start.logits[0]))]
         chosen = fed
     if chosen and (chosen[0] in tokenizer.eos_ids or sample.budget == 1):
-        return _answer(tokenizer, chosen, steps=0)
+        return _answer(tokenizer, chosen, {}, steps=0)
     caches = tuple(dataclasses.replace(cache, length=jnp.full_like(cache.length, len(held))) for cache in start.caches)
     config = model.config
     none = np.zeros((len(caches), 0, config.num_heads, config.head_dim), np.float32)
@@ -81,8 +94,13 @@ def answer_by_retrieval(
     stepper = stepwise.Stepper(model, attention, config=certjax.Config())
     limit = sample.budget - len(chosen)
     more, _ = stepper.answer(fed, caches, hints, limit=limit, ends=set(tokenizer.eos_ids), clock=time.monotonic)
-    return _answer(tokenizer, [*chosen, *more], steps=len(fed) + len(more) - 1)
+    stepwise.forget()
+    pool = hints[0].stop - hints[0].start
+    facts = {}
+    if (budget := getattr(strategy, "budget", None)) is not None:
+        facts = {"keys_read": float(min(budget, pool)), "exact": float(pool <= budget)}
+    return _answer(tokenizer, [*chosen, *more], facts, steps=len(fed) + len(more) - 1)
 
 
-def _answer(tokenizer: Tokenizer, tokens: list[int], *, steps: int) -> ruler.Answer:
-    return ruler.Answer(tokenizer.decode(tokens), tokens, tokens[-1] in tokenizer.eos_ids, steps, {})
+def _answer(tokenizer: Tokenizer, tokens: list[int], facts: dict[str, float], *, steps: int) -> ruler.Answer:
+    return ruler.Answer(tokenizer.decode(tokens), tokens, tokens[-1] in tokenizer.eos_ids, steps, facts)

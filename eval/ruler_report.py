@@ -8,11 +8,15 @@ from certjax.eval.tasks import ruler
 from certjax.eval.tasks.ruler.rows import Row
 
 _NOTES = """\
-score: official, in points, with a 95 % interval (Wilson). − dense: difference on the same samples with a 95 % interval
-(paired bootstrap; without width where no sample differs, however few there are); p: McNemar, exact. "gated": the dense
-score is below {gate:g}, so that the cell tells nothing of an attention. "above dense": the difference is significantly
-positive, which no approximation should be: look for a fault. exact: share of query heads that were read whole; keys:
-keys read a query head. A: the prompt is dense; B: the question is not. "all": every sample of tasks that are not gated.
+score: official, in points, with a 95 % interval (Wilson). − dense: difference on the same samples with an interval of
+at least 95 %, whatever the scores are and however few (Hoeffding; see `ruler.paired`); p: sign test, exact (McNemar's
+for scores of 0 and 1). "gated": the dense score is below {gate:g}, so that the cell tells nothing of an attention; the
+gate looks at the scores that are compared, so dense scores just above it are a little too good. "above dense":
+significantly better than dense attention in spite of the number of comparisons (p times that number below 0.05), which
+no approximation should be: look for a fault. exact: share of query heads that were read whole; keys: pool keys read, or
+asked for, a query head; sink 1 and the newest {window} tokens are exact for all and come on top, but for dense
+attention, whose keys are all keys. A: the prompt is dense; B: the question is not. "all": every sample of tasks that
+are not gated.
 """
 
 
@@ -55,6 +59,9 @@ def summary(rows: Sequence[Row], gate: float) -> dict[str, Any]:
         {"task": "all", "length": length, "setup": setup, "attention": attention, **_difference(pairs)}
         for (length, setup, attention), pairs in pools.items()
     ]
+    compared = [row for row in [*cells, *pooled] if "p_value" in row]
+    for row in compared:
+        row["above_dense"] = row["difference"] > 0 and row["p_value"] * len(compared) < 0.05
     return {"cells": cells, "pooled": pooled, "means": _means(cells)}
 
 
@@ -70,7 +77,6 @@ def _difference(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
         "difference": result.difference,
         "difference_interval": [result.low, result.high],
         "p_value": result.p_value,
-        "above_dense": result.low > 0 and (result.p_value is None or result.p_value < 0.05),
     }
 
 
@@ -95,10 +101,11 @@ def show(result: dict[str, Any]) -> None:
     """Prints the tables."""
     settings = result["settings"]
     sources = "; ".join(f"{name}: {settings[name]['name']}" for name in ("words", "essay", "qa_1", "qa_2"))
+    notes = _NOTES.format(gate=result["gate"], window=settings["window"])
     print(
         f"RULER, generator {settings['generator']}, policy {settings['policy']}, seed {settings['seed']}, answer "
         f"prefix {'on' if settings['prefix'] else 'off'}, chat format {settings['chat'] or 'off'}; "
-        f"templates: {settings['templates_name']}; {sources}\n\n{_NOTES.format(gate=result['gate'])}"
+        f"templates: {settings['templates_name']}; {sources}\n\n{notes}"
     )
     print("| task | length | setup | attention | samples | score | nulls | − dense | p | exact | keys | |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")

@@ -211,9 +211,7 @@ class _Setting:
         """What the model holds after n tokens."""
         return self.get(
             "recorded",
-            lambda: inputs.record(
-                self.model, self.ids[: self.n], spare=self.plan.spare, prefill_dir=self.prefill_dir
-            ),
+            lambda: inputs.record(self.model, self.ids[: self.n], spare=self.plan.spare, prefill_dir=self.prefill_dir),
         )
 
     @property

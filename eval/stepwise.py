@@ -137,6 +137,11 @@ def _layer(layer, x, rotary, cache, hint, rng, config, attention, measure):
     return x, new, hint, facts
 
 
+def forget() -> None:
+    """Frees compiled layers: indexes of many lengths make a program each."""
+    _layer.clear_cache()  # type: ignore[attr-defined]
+
+
 @jax.jit
 def _end(ends: Llama, x: jax.Array) -> jax.Array:
     return ends.logits(x)[0, 0]

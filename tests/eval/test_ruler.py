@@ -68,8 +68,20 @@ def row(task, index, attention, score, setup="B"):
     }  # fmt: skip
 
 
+def test_a_name_stands_for_one_attention(long_checkpoint, tmp_path):
+    options = OPTIONS | {"tasks": ["qa_1"], "samples": 1, "setups": ["A"]}
+    ruler.run(long_checkpoint, out=str(tmp_path), attentions={"x": "dense"}, **options)
+    with pytest.raises(ValueError, match="x was dense, is certified: give it another name"):
+        ruler.run(long_checkpoint, out=str(tmp_path), attentions={"x": "certified"}, **options)
+
+
+def test_few_samples_are_no_alarm():
+    rows = [row("vt", i, name, score) for i in range(4) for name, score in (("dense", 0.6), ("certified", 0.8))]
+    assert not any(cell.get("above_dense") for cell in ruler_report.summary(rows, gate=50)["cells"])
+
+
 def test_cells_are_gated_and_compared_by_sample():
-    rows = [row("vt", i, "dense", 0.2) for i in range(4)] + [row("vt", i, "certified", 0.4) for i in range(4)]
+    rows = [row("vt", i, "dense", 0.2) for i in range(9)] + [row("vt", i, "certified", 0.4) for i in range(9)]
     rows += [row("qa_1", i, "dense", 1.0) for i in range(10)]
     rows += [row("qa_1", i, "certified", float(i > 1)) for i in reversed(range(8))]  # other order, two not run yet
     result = ruler_report.summary(rows, gate=50)
@@ -81,6 +93,7 @@ def test_cells_are_gated_and_compared_by_sample():
     assert (cell["samples"], cell["paired_samples"], cell["score"]) == (8, 8, 75.0)
     assert cell["difference"] == -25
     assert cell["p_value"] == 0.5
+    assert cell["difference_interval"][0] < -25 < 0 < cell["difference_interval"][1]
     (pooled,) = result["pooled"]
     assert (pooled["paired_samples"], pooled["difference"]) == (8, -25)  # vt is not in it
     (mean,) = (mean for mean in result["means"] if mean["attention"] == "dense")

@@ -62,7 +62,10 @@ def test_a_budget_of_one_is_the_prompts_own_token_in_setup_a(parts):
 
 
 def test_names():
-    assert ruler_arms.arm("softmax_lift", 32) == retrieval.SoftmaxLift(budget=32)
-    assert ruler_arms.arm("dense", 32) == "dense"
+    assert ruler_arms.arm("softmax_lift", 32, 8) == retrieval.SoftmaxLift(budget=32, window=8, sinks=1)
+    assert ruler_arms.arm("dense", 32, 8) == "dense"
     with pytest.raises(ValueError, match="budget"):
-        ruler_arms.arm("top_k", 0)
+        ruler_arms.arm("top_k", 0, 8)
+    described = [ruler_arms.describe(ruler_arms.arm(name, 32, 8)) for name in ruler_arms.NAMES]
+    assert len(set(described)) == len(described)
+    assert not any("0x" in text for text in described)

@@ -32,26 +32,49 @@ def test_interval_is_wilsons(hits, n):
     )
 
 
-def test_paired_uses_the_pairs():
-    rng = np.random.default_rng(0)
-    base = (rng.random(60) < 0.5).astype(float)
-    other = base.copy()
-    lost = np.flatnonzero(base)[:8]
-    other[lost] = 0
+def test_paired_by_hand():
+    base, other = [1.0] * 8 + [0.0] * 52, [0.0] * 8 + [0.0] * 52
     result = ruler.paired(base, other)
-    assert result.samples == 60
-    assert result.difference == pytest.approx(-100 * 8 / 60)
-    assert -100 * 15 / 60 < result.low < result.difference < result.high < 0
+    assert (result.samples, result.difference) == (60, pytest.approx(-100 * 8 / 60))
     assert result.p_value == pytest.approx(2 / 2**8)
-    # The same scores without their pairing differ as much, but much less surely.
-    loose = ruler.paired(base, rng.permutation(other))
-    assert loose.difference == pytest.approx(result.difference)
-    assert loose.high - loose.low > 1.5 * (result.high - result.low)
-    assert ruler.paired(base, other) == result
+    # No gain in 60: its bound is 1 − 0.0125^(1/60). The loss lies where n kl(8/60, μ) = ln 80.
+    none = 1 - 0.0125 ** (1 / 60)
+    for end, rest in ((result.low, 0.0), (result.high, none)):
+        loss = rest - end / 100
+        mean = 8 / 60
+        kl = mean * np.log(mean / loss) + (1 - mean) * np.log((1 - mean) / (1 - loss))
+        assert 60 * kl == pytest.approx(np.log(80), rel=1e-6)
+    assert result.low < result.difference < result.high
 
 
-def test_shares_have_no_mcnemar_test():
-    assert ruler.paired([0.5, 1.0, 0.25], [0.5, 0.75, 0.25]).p_value is None
+def test_few_equal_samples_prove_little():
+    for n in (1, 3, 10):
+        result = ruler.paired([0.5] * n, [0.5] * n)
+        assert (result.difference, result.p_value) == (0, 1)
+        assert result.high == -result.low == pytest.approx(100 * (1 - 0.0125 ** (1 / n)))
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20))
+def test_intervals_hold_the_difference_and_turn_round(pairs):
+    base, other = zip(*pairs, strict=True)
+    result, back = ruler.paired(base, other), ruler.paired(other, base)
+    assert -100 <= result.low <= result.difference + 1e-9
+    assert result.difference - 1e-9 <= result.high <= 100
+    assert (back.low, back.high) == pytest.approx((-result.high, -result.low))
+
+
+@pytest.mark.parametrize("n", [5, 20, 60])
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_interval_covers(n, shares):
+    rng, missed, rounds = np.random.default_rng(n), 0, 1500
+    for _ in range(rounds):
+        base = (rng.random(n) < 0.7) * (rng.integers(1, 5, n) / 4 if shares else 1.0)
+        lost = rng.random(n) < 0.15
+        result = ruler.paired(base, np.where(lost, 0, base))
+        true = -100 * 0.15 * 0.7 * (0.625 if shares else 1)
+        missed += not result.low <= true <= result.high
+    # Percentile bootstrap misses a fifth to a half of the time here.
+    assert missed / rounds < 0.05
 
 
 def test_mistakes():

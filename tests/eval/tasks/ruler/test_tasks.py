@@ -102,9 +102,12 @@ def test_needles(name, make):
         expected = {"niah_multikey_1": 4, "niah_multivalue": 4, "niah_multiquery": 4}.get(name, 1)
         assert needles == expected + (sample.size if name in ("niah_multikey_2", "niah_multikey_3") else 0)
         assert len(sample.gold) == expected
-        keys = re.findall(r"belongs? to ([\w-]+)[?,.]? ?(?:is|$|,)", sample.question.replace("?", ""))
-        for key in keys:
-            assert f"belongs to {key} is:" in sample.context
+        hidden: dict[str, list[str]] = {}
+        for key, value in re.findall(r"belongs? to ([\w-]+) is: ([\w-]+)", sample.context):
+            hidden.setdefault(key, []).append(value)
+        asked = [key for key in hidden if re.search(rf"(?<![\w-]){key}(?![\w-])", sample.question)]
+        assert len(asked) == {"niah_multiquery": 4}.get(name, 1)
+        assert sorted(value for key in asked for value in hidden[key]) == sorted(sample.references)
         forms = ("numbers" if plan > 1 else "number", "uuids" if plan > 1 else "uuid")
         assert any(f"secret {form} " in sample.question for form in forms)
 
