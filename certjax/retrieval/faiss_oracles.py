@@ -132,8 +132,8 @@ class NSG(_FaissOracle):
 
 
 def import_faiss() -> Any:
-    """The module `faiss`. Sets OMP_WAIT_POLICY to PASSIVE where it is not set, for FAISS and what else of OpenMP is loaded
-    later; without effect on a FAISS that is loaded already.
+    """The module `faiss`. Where OMP_WAIT_POLICY is not set it becomes PASSIVE, for FAISS and for what else of OpenMP is
+    loaded later; a FAISS that is loaded already does not notice.
     """
     # Threads that spin while they wait take the processors that XLA's threads need. Read once, when FAISS is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -49,8 +49,9 @@ class RetrievalResult:
       keys_requested: int32 [G], keys asked of oracles, repeated questions counted again.
       keys_direct: int32 [G], pool keys read without asking an oracle.
       keys_used: int32 [G], pool keys that carry weight in the output.
-      failed: bool [G], True where the strategy knows that it did not get what it is defined by: an oracle that returned fewer keys
-        than it was asked for and holds, keys beyond the length, a query that is not finite; others are named there.
+      failed: bool [G], True where the strategy knows that it did not get what it is defined by: an oracle returned
+        fewer keys than it was asked for and holds, pool keys are beyond the length, the query is not finite, or what
+        the strategy names itself.
     """
 
     output: jax.Array

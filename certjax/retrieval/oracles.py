@@ -17,8 +17,8 @@ class Searcher(Protocol):
     """An index over n points."""
 
     def search(self, queries: np.ndarray, k: int) -> np.ndarray:
-        """int32 [G, k], numbers of the points with the largest inner products with queries [G, D], −1 where none
-        and in the rows of queries that are not finite. k ≥ 1.
+        """int32 [G, k], numbers of the points with the largest inner products with queries [G, D], −1 where
+        none; the row of a query that is not finite may hold any numbers, or −1. k ≥ 1.
         """
         ...
 
