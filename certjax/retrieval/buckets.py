@@ -116,7 +116,10 @@ GROWTH = 4  # of n since β was chosen, from where the buckets are built anew wi
 class _Retriever:
     def __init__(self, strategy: _Buckets, oracle: oracles.Oracle, queries: np.ndarray | None, scale: float):
         self.strategy, self.oracle, self.queries, self.scale = strategy, oracle, queries, scale
+        self.log_beta = 0.0
         self.size = 0  # n that β was chosen for
+        self.parts: list[_Part] = []
+        self.direct = np.empty(0, np.int64)
         self.points = np.empty((0, 0), np.float32)
         self.exponentials = np.empty(0)
 

@@ -57,7 +57,8 @@ class LiftedSearcher:
     """A library's index as a `Searcher`.
 
     Equal points are indexed once: a graph whose links all lead to copies of the same point is not navigable, and FAISS
-    does not return from building NSG over one.
+    does not return from building NSG over one. To find copies among appended points, the bytes of all are kept from the
+    first `append` on.
     """
 
     def __init__(self, library: Library, points: np.ndarray):
@@ -80,7 +81,7 @@ class LiftedSearcher:
     def search(self, queries: np.ndarray, k: int) -> np.ndarray:
         """See `Searcher`."""
         out = np.full((len(queries), k), -1, np.int32)
-        finite = np.isfinite(queries).all(-1)  # FAISS finds nothing for the others, pipnn ends the process
+        finite = np.isfinite(queries).all(-1)  # FAISS finds nothing for the others, pipnn panics
         if finite.any():
             asked = lift_queries(queries[finite], self.bound)
             found = self.library.nearest(self.index, asked, min(k, self.size))
@@ -104,7 +105,7 @@ class LiftedSearcher:
             self._rebuild(SLACK * largest)
             return
         new = self._group(first)
-        if len(new) and not self.library.add(self.index, lift(self.points[new], self.bound)):
+        if new and not self.library.add(self.index, lift(self.points[new], self.bound)):
             self._rebuild(self.bound)
 
     def _group(self, first: int) -> list[int]:

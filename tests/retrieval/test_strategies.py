@@ -124,21 +124,20 @@ class EveryStrategyTest(chex.TestCase):
         np.testing.assert_array_equal(result.output[::2], want.output[::2])
         np.testing.assert_array_equal(result.failed, [False, True, False])
 
-    @parameterized.product(name=list(ORACLES), strategy=("softmax_lift", "adaptive_buckets"), value=(np.nan, -np.inf))
-    def test_queries_that_are_not_finite(self, name, strategy, value):
-        # With neither sinks nor window nothing but the query itself makes the row NaN.
+    @parameterized.product(name=list(ORACLES), strategy=("softmax_lift", "adaptive_buckets"))
+    def test_queries_that_are_not_finite(self, name, strategy):
+        # With neither sinks nor window, nothing may be retrieved that would make the row NaN.
         oracle, _ = make(name)
         keys, values = head()
         strategy = dataclasses.replace(STRATEGIES[strategy], window=0, sinks=0)
         index = strategy.build(keys, jax.random.key(0), oracle, queries=query())
-        result = strategy.attend(query().at[1, 2].set(value), keys, values, index)
+        result = strategy.attend(query().at[0, 2].set(np.nan).at[2, 1].set(-np.inf), keys, values, index)
         want = strategy.attend(query(), keys, values, index)
         retrieval.release(index)
-        assert np.isnan(result.output[1]).all()
-        assert np.isnan(result.log_denominator[1])
-        assert result.failed[1]
-        for got, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(got[::2], wanted[::2])
+        assert np.isnan(result.output[::2]).all()
+        assert np.isnan(result.log_denominator[::2]).all()
+        assert result.failed[::2].all()
+        chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[1], x) for x in (result, want)))
 
     @parameterized.product(name=list(STRATEGIES))
     def test_keys_beyond_the_length_carry_nothing(self, name):
