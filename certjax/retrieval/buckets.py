@@ -17,7 +17,7 @@ from certjax.retrieval.strategies import PriorityStrategy
 @dataclasses.dataclass(frozen=True)
 class _Buckets(PriorityStrategy):
     """β = (n / (K + 1))^(1 / (T + 1)); bucket j < T holds the keys with β^−(j + 1) < u ≤ β^−j and has an oracle, the
-    rest is read directly.
+    rest is read directly. When n has grown four times by appending, β is chosen anew, for the same u.
 
     Attributes:
       samples: K.
@@ -38,7 +38,7 @@ class _Buckets(PriorityStrategy):
         queries: np.ndarray | None,
         scale: float,
     ) -> host.Retriever:
-        retriever = _Retriever(self, oracle, queries, scale, len(points))
+        retriever = _Retriever(self, oracle, queries, scale)
         retriever.append(points, exponentials)
         return retriever
 
@@ -110,33 +110,44 @@ class _Part(NamedTuple):
     searcher: oracles.Searcher | None = None
 
 
+GROWTH = 4  # of n since β was chosen, from where the buckets are built anew with another
+
+
 class _Retriever:
-    def __init__(self, strategy: _Buckets, oracle: oracles.Oracle, queries: np.ndarray | None, scale: float, size: int):
+    def __init__(self, strategy: _Buckets, oracle: oracles.Oracle, queries: np.ndarray | None, scale: float):
         self.strategy, self.oracle, self.queries, self.scale = strategy, oracle, queries, scale
-        # Fixed here: appended keys do not move the edges. β = 1 would put every key into the direct bucket.
-        self.log_beta = max(np.log(max(size, 1) / (strategy.samples + 1)), 0.0) / (strategy.buckets + 1)
-        self.parts = [_Part() for _ in range(strategy.buckets)]
+        self.log_beta = 0.0
+        self.size = 0  # n that β was chosen for
+        self.parts: list[_Part] = []
         self.direct = np.empty(0, np.int64)
         self.points = np.empty((0, 0), np.float32)
         self.exponentials = np.empty(0)
 
     def append(self, points: np.ndarray, exponentials: np.ndarray) -> None:
-        first, fresh = len(self.exponentials), exponentials.astype(np.float64)
-        edges = self.log_beta * np.arange(1, len(self.parts) + 1)
-        part = np.searchsorted(edges, fresh, side="right")  # E = −ln u in [j ln β, (j + 1) ln β)
+        first = len(self.exponentials)
+        points = np.concatenate([self.points, points]) if first else points
+        exponentials = np.concatenate([self.exponentials, exponentials.astype(np.float64)])
+        n, T = len(points), self.strategy.buckets
+        if n >= GROWTH * self.size:
+            # β = 1 puts every key into the direct bucket.
+            log_beta = max(np.log(max(n, 1) / (self.strategy.samples + 1)), 0.0) / (T + 1)
+            first, size, parts, direct = 0, n, [_Part()] * T, np.empty(0, np.int64)
+        else:
+            log_beta, size, parts, direct = self.log_beta, self.size, self.parts, self.direct
+        # E = −ln u in [j ln β, (j + 1) ln β)
+        part = np.searchsorted(log_beta * np.arange(1, T + 1), exponentials[first:], side="right")
         grown = []
-        for j, bucket in enumerate(self.parts):
-            new, searcher = np.flatnonzero(part == j), bucket.searcher
+        for j, (ids, searcher) in enumerate(parts):
+            new = first + np.flatnonzero(part == j)
             if searcher is not None and len(new):
                 searcher.append(points[new])
             elif len(new):
                 searcher = self.oracle.build(points[new], self.queries)
-            grown.append(_Part(np.concatenate([bucket.ids, first + new]), searcher))
+            grown.append(_Part(np.concatenate([ids, new]), searcher))
         # Only now: an index that cannot grow leaves everything as it was.
-        self.parts = grown
-        self.direct = np.concatenate([self.direct, first + np.flatnonzero(part == len(self.parts))])
-        self.points = np.concatenate([self.points, points]) if first else points
-        self.exponentials = np.concatenate([self.exponentials, fresh])
+        self.log_beta, self.size, self.parts = log_beta, size, grown
+        self.direct = np.concatenate([direct, first + np.flatnonzero(part == T)])
+        self.points, self.exponentials = points, exponentials
 
     def retrieve(self, queries: np.ndarray, count: int) -> host.Found:
         G = len(queries)
@@ -145,7 +156,8 @@ class _Retriever:
         for g, query in enumerate(queries):
             with np.errstate(over="ignore"):  # a score of −∞ is a weight of zero
                 pool = _Pool(self, query)
-                found, failed[g] = self.strategy._search(pool, count)
+                found, missed = self.strategy._search(pool, count)
+            failed[g] = missed or pool.short
             ids[g, : len(found)] = found
             requested[g], direct[g] = pool.requested, pool.direct
         return ids, requested, direct, failed
@@ -165,6 +177,7 @@ class _Pool:
         self.ids = [retriever.direct] + [np.empty(0, np.int64) for _ in self.parts]
         self.priorities = [self._priorities(retriever.direct)] + [np.empty(0) for _ in self.parts]
         self.unseen = [np.inf for _ in self.parts]  # upper bound of the scores of unseen keys
+        self.short = False  # an oracle returned fewer keys than it was asked for and holds
 
     def _scores(self, ids: np.ndarray) -> np.ndarray:
         return self.retriever.points[ids] @ self.query * np.float32(self.retriever.scale)
@@ -176,12 +189,13 @@ class _Pool:
         return len(self.parts[j].ids)
 
     def ask(self, j: int, m: int) -> None:
-        """Asks bucket j for its best m."""
+        """Asks bucket j for its best m, at most its size."""
         part = self.parts[j]
         assert part.searcher is not None
         found = part.searcher.search(self.query[None], m)[0]
         found = part.ids[found[found >= 0]]
         self.requested += m
+        self.short |= len(found) < m
         scores = self._scores(found)
         # An oracle that returns fewer than it could has no more to give.
         self.unseen[j] = scores.min() if len(found) == m < len(part.ids) else -np.inf

@@ -5,6 +5,7 @@ are, it is cut down; an index too small for its kind is a flat one. FAISS is imp
 """
 
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,11 @@ class NSG(_FaissOracle):
 
 
 def import_faiss() -> Any:
-    """The module `faiss`."""
+    """The module `faiss`. Where OMP_WAIT_POLICY is not set it becomes PASSIVE, for FAISS and for what else of OpenMP is
+    loaded later; a FAISS that is loaded already does not notice.
+    """
+    # Threads that spin while they wait take the processors that XLA's threads need. Read once, when FAISS is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         import faiss  # type: ignore[import-not-found]
     except ImportError as e:

@@ -66,6 +66,8 @@ class _ForestSearcher:
     def search(self, queries: np.ndarray, k: int) -> np.ndarray:
         out = np.full((len(queries), k), -1, np.int32)
         for row, query in zip(out, queries, strict=True):
+            if not np.isfinite(query).all():
+                continue
             votes = np.zeros(len(self.points))
             for tree, leaves in zip(self.trees, self.votes, strict=True):
                 ids, share = leaves[tree.leaf_of(query)]

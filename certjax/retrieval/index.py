@@ -41,7 +41,7 @@ class RetrievalResult:
     """Attention of G query heads over one kv head. No field bounds the error of this call.
 
     Attributes:
-      output: [G, H], the query's dtype; zeros where every weight is zero.
+      output: [G, H], the query's dtype; zeros where every weight is zero, NaN where the query is not finite.
       ids: int32 [G, m], positions in the cache of the retrieved keys, −1 where there is none.
       log_weights: float32 [G, m], ln of the weight each counts; −inf where none, and for the threshold's key.
       log_threshold: float32 [G], ln τ; −inf where the weights are not those of a priority sample.
@@ -49,7 +49,9 @@ class RetrievalResult:
       keys_requested: int32 [G], keys asked of oracles, repeated questions counted again.
       keys_direct: int32 [G], pool keys read without asking an oracle.
       keys_used: int32 [G], pool keys that carry weight in the output.
-      failed: bool [G], True where the strategy knows that it did not get what it is defined by.
+      failed: bool [G], True where the strategy knows that it did not get what it is defined by: an oracle returned
+        fewer keys than it was asked for and holds, pool keys are beyond the length, the query is not finite, or what
+        the strategy names itself.
     """
 
     output: jax.Array

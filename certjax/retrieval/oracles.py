@@ -17,7 +17,9 @@ class Searcher(Protocol):
     """An index over n points."""
 
     def search(self, queries: np.ndarray, k: int) -> np.ndarray:
-        """int32 [G, k], numbers of the points with the largest inner products with queries [G, D], −1 where none."""
+        """int32 [G, k], numbers of the points with the largest inner products with queries [G, D], −1 where
+        none; the row of a query that is not finite may hold any numbers, or −1. k ≥ 1.
+        """
         ...
 
     def append(self, points: np.ndarray) -> None:

@@ -11,6 +11,7 @@ inequality on the denominator and on Σ ŵ_i (v_i − o), each with probability 
 
     ‖ô − o‖ ≤ R √6 / (√(K − 1) − √6)   with probability at least 2/3, for K > 7.
 
+It is informative only for K > 25: a convex combination of the values is within R of o in any case.
 That is a statement over the draw of u, for queries, keys and values chosen before it: nothing here bounds the error of
 a call that was made. `certjax.decode_attention` does. Everything is in logarithms, so no score overflows.
 """

@@ -39,6 +39,13 @@ class SoftmaxLift(PriorityStrategy):
 
     budget: int = 128
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.budget < 2:
+            raise ValueError(
+                f"budget must be at least 2, as one key is the threshold and has no weight: got {self.budget}"
+            )
+
     def _count(self) -> int:
         return self.budget
 

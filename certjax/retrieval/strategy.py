@@ -133,7 +133,10 @@ class Strategy:
           length: keys that exist, may be traced; None for S. Keys from `index.stop` on are read exactly.
 
         Raises:
-          ValueError: shapes that do not fit.
+          ValueError: shapes that do not fit; a `length` that is not traced and below `index.stop`.
+
+        Where a traced `length` is below `index.stop`, pool keys beyond it carry no weight and `failed` is True. Where a
+        query is not finite, its row's output is NaN and `failed` is True.
 
         Rows from `index.stop` to S are all read, those beyond `length` too: keep S near `length`. With `Flat` every
         key of the pool is compared, so keys are saved and time is not.
@@ -145,7 +148,10 @@ class Strategy:
                 f"keys and values must have the same number of rows, at least {index.stop} (the index's): got "
                 f"{keys.shape} and {values.shape}"
             )
-        return _attend(self, query, keys, values, index, jnp.int32(keys.shape[0] if length is None else length))
+        length = keys.shape[0] if length is None else length
+        if not isinstance(length, jax.core.Tracer) and _is_short(index, int(length)):
+            raise ValueError(f"length must be at least {index.stop}, up to where keys are indexed: got {length}")
+        return _attend(self, query, keys, values, index, jnp.int32(length))
 
     def _scale(self, keys: jax.Array) -> float:
         return keys.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -206,7 +212,8 @@ class OneOracle:
         G = len(queries)
         nothing = np.full((G, count), -1, np.int32)
         ids = nothing if self.searcher is None else self.searcher.search(queries, count)
-        return ids, np.full(G, min(count, self.size), np.int32), np.zeros(G, np.int32), np.zeros(G, bool)
+        requested = np.full(G, min(count, self.size), np.int32)
+        return ids, requested, np.zeros(G, np.int32), (ids >= 0).sum(1) < requested
 
     def append(self, points: np.ndarray, exponentials: np.ndarray) -> None:
         """Adds points that follow the others."""
@@ -220,12 +227,14 @@ class OneOracle:
 
 def ask(index: Index, queries: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """`host.retrieve`, or the same of a flat index in jnp."""
+    G = queries.shape[0]
+    none, no = jnp.zeros((G,), jnp.int32), jnp.zeros((G,), bool)
+    if not count:
+        return jnp.zeros((G, 0), jnp.int32), none, none, no
     if index.handle is not None:
         return host.retrieve(index.handle, queries, count)
     assert index.points is not None
-    G = queries.shape[0]
-    requested = jnp.full((G,), min(count, index.points.shape[0]), jnp.int32)
-    return oracles.search(index.points, queries, count), requested, jnp.zeros((G,), jnp.int32), jnp.zeros((G,), bool)
+    return oracles.search(index.points, queries, count), none + min(count, index.points.shape[0]), none, no
 
 
 def finish(
@@ -244,18 +253,25 @@ def finish(
     scores = indexes.scores(query, keys[jnp.maximum(ids, 0)], scale)
     scores = jnp.where(found >= 0, scores, -jnp.inf)
     log_weights, log_tau = strategy._weigh(found, scores, index)
+    log_weights = jnp.where(ids < length, log_weights, -jnp.inf)
     output, log_denominator = indexes.combine(query, keys, values, index, ids, log_weights, length, scale)
+    finite = jnp.isfinite(query).all(-1)
     return RetrievalResult(
-        output=output.astype(query.dtype),
+        output=jnp.where(finite[:, None], output, jnp.nan).astype(query.dtype),
         ids=ids,
         log_weights=log_weights,
         log_threshold=log_tau,
-        log_denominator=log_denominator,
+        log_denominator=jnp.where(finite, log_denominator, jnp.nan),
         keys_requested=requested,
         keys_direct=direct,
         keys_used=(log_weights > -jnp.inf).sum(-1).astype(jnp.int32),
-        failed=failed,
+        failed=failed | ~finite | _is_short(index, length),
     )
+
+
+def _is_short(index: Index, length: jax.Array | int) -> jax.Array | bool:
+    """Whether the pool holds keys that do not exist yet."""
+    return (index.stop > index.start) & (length < index.stop)
 
 
 def retrieve(strategy: Strategy, query: jax.Array, index: Index) -> tuple[jax.Array, ...]:

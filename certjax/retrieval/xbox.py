@@ -57,7 +57,8 @@ class LiftedSearcher:
     """A library's index as a `Searcher`.
 
     Equal points are indexed once: a graph whose links all lead to copies of the same point is not navigable, and FAISS
-    does not return from building NSG over one.
+    does not return from building NSG over one. To find copies among appended points, the bytes of all are kept from the
+    first `append` on.
     """
 
     def __init__(self, library: Library, points: np.ndarray):
@@ -66,23 +67,30 @@ class LiftedSearcher:
 
     def _rebuild(self, bound: float) -> None:
         self.bound = bound
-        rows, self.groups = self.points, None
+        rows = self.points
+        self.groups: list[list[int]] | None = None  # the points that each indexed one stands for; None for one each
+        self.numbers: dict[bytes, int] | None = None  # of the indexed points, made when something is appended
         distinct, inverse = np.unique(self.points, axis=0, return_inverse=True)
         if len(distinct) < len(rows):
             order = np.argsort(inverse.ravel(), kind="stable")
-            rows, self.groups = distinct, np.split(order, np.bincount(inverse.ravel()).cumsum()[:-1])
+            rows = distinct
+            self.groups = [x.tolist() for x in np.split(order, np.bincount(inverse.ravel()).cumsum()[:-1])]
         self.size = len(rows)
         self.index = self.library.make(lift(rows, bound))
 
     def search(self, queries: np.ndarray, k: int) -> np.ndarray:
         """See `Searcher`."""
-        found = self.library.nearest(self.index, lift_queries(queries, self.bound), min(k, self.size))
-        found = oracles.clean(found, self.size, k)
-        if self.groups is not None:
-            for row in found:
-                members = np.concatenate([self.groups[i] for i in row if i >= 0] + [np.full(k, -1)])
-                row[:] = members[:k]
-        return found
+        out = np.full((len(queries), k), -1, np.int32)
+        finite = np.isfinite(queries).all(-1)  # FAISS finds nothing for the others, pipnn panics
+        if finite.any():
+            asked = lift_queries(queries[finite], self.bound)
+            found = self.library.nearest(self.index, asked, min(k, self.size))
+            out[finite] = oracles.clean(found, self.size, k)
+        if self.groups is not None and self.size < len(self.points):
+            for row in out:
+                members = [m for i in row if i >= 0 for m in self.groups[i]][:k]
+                row[:] = members + [-1] * (k - len(members))
+        return out
 
     def append(self, points: np.ndarray) -> None:
         """See `Searcher`."""
@@ -91,13 +99,27 @@ class LiftedSearcher:
                 f"{type(self.library).__name__} cannot grow: keep new keys in the window, or build the index again"
             )
         points = np.asarray(points, np.float32)
-        largest = largest_norm(points)
-        added = self.library.add(self.index, lift(points, self.bound)) if largest <= self.bound else False
-        first = len(self.points)
+        first, largest = len(self.points), largest_norm(points)
         self.points = np.concatenate([self.points, points])
-        if not added:  # M grows geometrically, so this is rare where the library can add
-            self._rebuild(max(self.bound, SLACK * largest if largest > self.bound else 0))
+        if largest > self.bound:  # M grows geometrically, so this is rare
+            self._rebuild(SLACK * largest)
             return
-        self.size += len(points)
-        if self.groups is not None:
-            self.groups += [np.array([first + i]) for i in range(len(points))]
+        new = self._group(first)
+        if new and not self.library.add(self.index, lift(self.points[new], self.bound)):
+            self._rebuild(self.bound)
+
+    def _group(self, first: int) -> list[int]:
+        """Puts points from `first` on into groups. Returns those that equal none before."""
+        if self.groups is None:
+            self.groups = [[i] for i in range(first)]
+        if self.numbers is None:
+            self.numbers = {self.points[group[0]].tobytes(): j for j, group in enumerate(self.groups)}
+        new = []
+        for i in range(first, len(self.points)):
+            j = self.numbers.setdefault(self.points[i].tobytes(), len(self.groups))
+            if j == len(self.groups):
+                self.groups.append([])
+                new.append(i)
+            self.groups[j].append(i)
+        self.size = len(self.groups)
+        return new

@@ -55,6 +55,23 @@ class BucketsTest(chex.TestCase):
         np.testing.assert_array_equal(np.sort(got.ids, 1), np.sort(want.ids, 1))
         retrieval.release(index)
 
+    @parameterized.parameters(retrieval.AdaptiveBuckets, retrieval.NonAdaptiveBuckets)
+    def test_a_short_beginning_does_not_make_later_answers_dear(self, kind):
+        rng, n = np.random.default_rng(2), 20_000
+        points, exponential = rng.normal(size=(n, 1)).astype(np.float32) * 2, rng.exponential(size=n)
+        strategy, one = kind(15, 1, **PLAIN), np.ones((1, 1), np.float32)
+        cost = []
+        for first in (60, n):
+            retriever = strategy._retriever(points[:first], exponential[:first], retrieval.Flat(), None, 1.0)
+            for start in range(first, n, 997):
+                retriever.append(points[start : start + 997], exponential[start : start + 997])
+            ids, requested, direct, failed = retriever.retrieve(one, 16)
+            want = np.argsort(-points[:, 0] - exponential)[:16]
+            np.testing.assert_array_equal(np.sort(ids[0]), np.sort(want))
+            assert not failed[0]
+            cost.append(requested[0] + direct[0])
+        assert cost[0] < 4 * cost[1]
+
     def test_an_index_that_cannot_grow_stays_as_it_was(self):
         pytest.importorskip("faiss", reason="faiss is missing: pip install 'certjax[oracles]'")
         keys, values = head()
@@ -154,8 +171,11 @@ class GrowthTest(chex.TestCase):
         for n in SIZES[4:]:
             rng = np.random.default_rng(n)
             strategy = retrieval.NonAdaptiveBuckets(7, 1, **PLAIN)
-            _, requested, direct, failed = run(strategy, rng.normal(size=n) * 2, rng.exponential(size=n))
+            scores, exponential = rng.normal(size=n) * 2, rng.exponential(size=n)
+            ids, requested, direct, failed = run(strategy, scores, exponential)
             assert not failed
+            assert requested + direct < n  # r keys of a larger bucket
+            np.testing.assert_array_equal(np.sort(ids), np.sort(np.argsort(-scores - exponential)[:8]))
             cost.append(requested + direct)
         assert abs(exponent(SIZES[4:], cost) - 0.5) < 0.1
 

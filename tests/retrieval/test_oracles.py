@@ -1,5 +1,9 @@
 """One suite over every oracle; the exact ones are exact, and the others find most."""
 
+import os
+import subprocess
+import sys
+
 import chex
 import numpy as np
 import pytest
@@ -87,6 +91,32 @@ class OracleTest(chex.TestCase):
             assert len(set(valid)) == len(valid) > 0
             assert (points[valid[0]] @ query) >= (points @ query).max() - 1e-3
 
+    @parameterized.product(name=("faiss_flat", "ivf", "hnsw", "pipnn"), spread=(1, 300))
+    def test_appended_copies(self, name, spread):
+        oracle, least = make(name)
+        base, copies = POINTS[:300], np.resize(POINTS[:spread], (1500, 8))
+        searcher = oracle.build(base, QUERIES[100:])
+        for fresh in (copies[:700], POINTS[300:400], copies[700:], POINTS[400:600]):
+            searcher.append(fresh)
+        points = np.concatenate([base, copies[:700], POINTS[300:400], copies[700:], POINTS[400:600]])
+        hits = 0
+        for query, row in zip(QUERIES[:20], searcher.search(QUERIES[:20], 32), strict=True):
+            scores, valid = points @ query, row[row >= 0]
+            assert len(set(valid)) == len(valid)
+            hits += (scores[valid] >= np.sort(scores)[-32] - 1e-4).sum()
+        assert hits >= least * 20 * 32
+
+    @parameterized.product(name=list(ORACLES))
+    def test_queries_that_are_not_finite(self, name):
+        oracle, _ = make(name)
+        searcher = oracle.build(POINTS, QUERIES[100:])
+        queries = QUERIES[:3].copy()
+        queries[0, 1], queries[2, 3] = np.nan, -np.inf
+        found = searcher.search(queries, 8)
+        np.testing.assert_array_equal(found[1:2], searcher.search(queries[1:2], 8))
+        if name != "flat":
+            np.testing.assert_array_equal(found[::2], -1)
+
     def test_best_and_clean(self):
         scores = np.array([[1.0, 5.0, 3.0]])
         np.testing.assert_array_equal(oracles.best(scores, np.array([7, 8, 9]), 2), [[8, 9]])
@@ -98,6 +128,17 @@ class OracleTest(chex.TestCase):
         want = retrieval.Flat().build(POINTS).search(QUERIES[:3], 10)
         np.testing.assert_array_equal(oracles.search(POINTS, QUERIES[:3], 10), want)
         np.testing.assert_array_equal(oracles.search(POINTS[:2], QUERIES[:3], 4)[:, 2:], -1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP what it read")
+def test_threads_of_faiss_do_not_spin():
+    pytest.importorskip("faiss", reason="faiss is missing: pip install 'certjax[oracles]'")
+    env = {name: x for name, x in os.environ.items() if name != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "VERBOSE"}
+    script = (
+        "import jax; jax.numpy.ones(3) + 1; from certjax.retrieval import faiss_oracles; faiss_oracles.import_faiss()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr, done.stderr
 
 
 def test_mlann_needs_queries():

@@ -76,11 +76,15 @@ class WeighTest(chex.TestCase):
 
     @parameterized.parameters("flat", "normal", "one_has_all")
     def test_output_error(self, family):
-        # Worst values for the bound: all at the same distance from the output.
-        K, log_weight = 24, FAMILIES[family]
+        # Worst values for the bound: all at nearly the same distance from the output, heavy keys on one side of it.
+        K, n = 100, 400
+        log_weight = {
+            "flat": np.zeros(n),
+            "normal": np.sort(np.random.default_rng(0).normal(size=n) * 2),
+            "one_has_all": np.r_[np.zeros(n - 1), 30.0],
+        }[family]
         w = np.exp(log_weight - log_weight.max())
-        side = np.random.default_rng(2).normal(size=(60, 3))
-        side /= np.linalg.norm(side, axis=1, keepdims=True)
+        side = np.where(w.cumsum() <= w.sum() / 2, -1.0, 1.0)[:, None]
         o = w @ side / w.sum()
         R = np.linalg.norm(side - o, axis=1).max()
         sampled = np.exp(draws(log_weight, K) - log_weight.max())
@@ -89,6 +93,7 @@ class WeighTest(chex.TestCase):
         assert low <= R**2 * w.sum() ** 2 / (K - 1)
         error = np.linalg.norm(numerator, axis=1) / sampled.sum(1)
         bound = R * 6**0.5 / ((K - 1) ** 0.5 - 6**0.5)
+        assert bound < R  # any convex combination of the values is within R
         assert mean_interval((error > bound).astype(float))[1] <= 1 / 3
 
     def test_all_present_is_exact(self):

@@ -1,5 +1,8 @@
 """Strategies: what they return for each kind of context, and how they compare with dense attention."""
 
+import dataclasses
+import types
+
 import chex
 import hypothesis
 import hypothesis.strategies as st
@@ -10,6 +13,7 @@ import pytest
 from absl.testing import parameterized
 
 from certjax import retrieval
+from tests.retrieval.test_oracles import ORACLES, make
 
 LENGTH, H, G = 600, 8, 3
 
@@ -20,6 +24,15 @@ STRATEGIES = {
     "adaptive_buckets": retrieval.AdaptiveBuckets(31, 2, window=64),
     "non_adaptive_buckets": retrieval.NonAdaptiveBuckets(31, 2, window=64),
 }
+
+
+class Stingy:
+    """Returns one key fewer than it is asked for."""
+
+    def build(self, points, queries=None):
+        inner = retrieval.Flat().build(points)
+        search = lambda queries, k: np.pad(inner.search(queries, k)[:, :-1], ((0, 0), (0, 1)), constant_values=-1)
+        return types.SimpleNamespace(search=search)
 
 
 def head(length=LENGTH, seed=0):
@@ -109,6 +122,45 @@ class EveryStrategyTest(chex.TestCase):
         want = attend(STRATEGIES[name], query(), keys, values)
         assert np.isnan(result.output[1]).all()
         np.testing.assert_array_equal(result.output[::2], want.output[::2])
+        np.testing.assert_array_equal(result.failed, [False, True, False])
+
+    @parameterized.product(name=list(ORACLES), strategy=("softmax_lift", "adaptive_buckets"))
+    def test_queries_that_are_not_finite(self, name, strategy):
+        # With neither sinks nor window, nothing may be retrieved that would make the row NaN.
+        oracle, _ = make(name)
+        keys, values = head()
+        strategy = dataclasses.replace(STRATEGIES[strategy], window=0, sinks=0)
+        index = strategy.build(keys, jax.random.key(0), oracle, queries=query())
+        result = strategy.attend(query().at[0, 2].set(np.nan).at[2, 1].set(-np.inf), keys, values, index)
+        want = strategy.attend(query(), keys, values, index)
+        retrieval.release(index)
+        assert np.isnan(result.output[::2]).all()
+        assert np.isnan(result.log_denominator[::2]).all()
+        assert result.failed[::2].all()
+        chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[1], x) for x in (result, want)))
+
+    @parameterized.product(name=list(STRATEGIES))
+    def test_keys_beyond_the_length_carry_nothing(self, name):
+        keys, values = head()
+        strategy = STRATEGIES[name]
+        index = strategy.build(keys, jax.random.key(0))
+        attend_to = jax.jit(lambda length: strategy.attend(query(), keys, values, index, length=length))
+        for length in (index.stop - 1, 300):
+            result = attend_to(length)
+            assert result.failed.all()
+            used = np.asarray(result.ids)[np.asarray(result.log_weights) > -np.inf]
+            assert len(used) > 0
+            assert used.max() < length
+            with pytest.raises(ValueError, match=f"where keys are indexed: got {length}"):
+                strategy.attend(query(), keys, values, index, length=length)
+        assert not attend_to(index.stop).failed.any()
+        retrieval.release(index)
+
+    @parameterized.product(name=list(STRATEGIES))
+    def test_oracles_that_return_too_little_are_noticed(self, name):
+        keys, values = head()
+        result = attend(STRATEGIES[name], query(), keys, values, oracle=Stingy())
+        assert result.failed.all()
 
     @parameterized.parameters(("softmax_lift", jnp.bfloat16), ("adaptive_buckets", jnp.float16))
     def test_16_bits(self, name, dtype):
@@ -198,6 +250,10 @@ class EveryStrategyTest(chex.TestCase):
             strategy.attend(query(), keys[:300], values[:300], index)
         with pytest.raises(ValueError, match="budget must be an integer of at least 1: got 0"):
             retrieval.TopK(0)
+        with pytest.raises(ValueError, match="budget must be at least 2, as one key is the threshold"):
+            retrieval.SoftmaxLift(1)
+        with pytest.raises(ValueError, match="samples must be an integer of at least 1: got 0"):
+            retrieval.AdaptiveBuckets(0)
         with pytest.raises(ValueError, match="window must be an integer of at least 0: got -1"):
             retrieval.SoftmaxLift(window=-1)
         with pytest.raises(ValueError, match="scale must be positive and finite"):
@@ -246,6 +302,15 @@ class EstimatorsTest(chex.TestCase):
             np.testing.assert_allclose(
                 result.output[g], dense(query()[g : g + 1], keys[chosen], values[chosen])[0][0], atol=1e-5
             )
+
+    @parameterized.parameters("flat", "faiss_flat")
+    def test_top_k_sampling_of_one_key_asks_for_none(self, name):
+        keys, values = head()
+        result = attend(retrieval.TopKSampling(1, window=64), query(), keys, values, oracle=make(name)[0])
+        np.testing.assert_array_equal(result.keys_requested, 0)
+        np.testing.assert_array_equal(result.keys_used, 1)
+        assert not result.failed.any()
+        assert np.isfinite(result.output).all()
 
     def test_top_k_sampling_counts(self):
         keys, values = head()
