@@ -8,7 +8,9 @@ times on each example, so that measuring disturbs nothing that is measured:
   output against dense attention for the same query and cache, √(Σ ‖ô − o‖² / Σ ‖o‖²) over steps, layers and heads.
   Context error: the same against the outputs of the dense run, so with what earlier layers and steps did wrong. Logit
   error: the same of the logits, over steps. Recall: the share of the keys of an exact search for the same queries (by
-  perturbed scores for SoftmaxLift and the buckets; of its top half for TopK + Sampling) that were found. Keys: asked of
+  perturbed scores for SoftmaxLift and the buckets; of its top half for TopK + Sampling) that were found. Failed: the
+  share of calls in which a strategy knows that it did not get all that it wanted: a limit on its keys was reached, or
+  an oracle returned fewer. Where errors of several examples are averaged, their range stands beside. Keys: asked of
   oracles or read directly by a strategy, or whose value certified attention read, mean a query head; the exact tokens
   come on top, and the keys that certified attention or Flat only score. KiB: of cache, metadata and index, exact
   tokens included, where that is known. The exact tokens are the same for all at the start; those fed later are all

@@ -16,8 +16,8 @@ Row = dict[str, Any]
 _NAMES = {name: title for name, (title, _) in STRATEGIES.items()}
 _COLUMNS = (
     ("attention error", "attention_error", ".4f", 1), ("context error", "context_error", ".4f", 1),
-    ("logit error", "logit_error", ".4f", 1), ("recall", "recall", ".3f", 1), ("keys", "keys", ".0f", 1),
-    ("KiB", "bytes", ".1f", 1 / 1024),
+    ("logit error", "logit_error", ".4f", 1), ("recall", "recall", ".3f", 1), ("failed", "failed", ".3f", 1),
+    ("keys", "keys", ".0f", 1), ("KiB", "bytes", ".1f", 1 / 1024),
     ("build, s", "build", ".1f", 1), ("search, ms", "search_seconds", ".1f", 1e3),
     ("movement, ms", "movement_seconds", ".1f", 1e3), ("attention, ms", "attention_seconds", ".1f", 1e3),
     ("score", "score", ".0f", 100), ("first token, s", "first_token_seconds", ".2f", 1),
@@ -91,12 +91,14 @@ def _arms(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _table(arms: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and lines; means over the examples."""
+    """Columns and lines; means over the examples, errors with their range."""
     lines = []
     for arm, facts in arms.items():
         cells = []
         for _, name, form, factor in _COLUMNS:
             cells.append(report._number(factor * float(np.mean(facts[name])) if name in facts else None, form))
+            if name.endswith("error") and len(facts.get(name, ())) > 1:
+                cells[-1] += f" ({min(facts[name]):.4f} … {max(facts[name]):.4f})"
         lines.append((_title(arm, facts), *cells, str(len(facts["samples"]))))
     return ("attention", *(title for title, *_ in _COLUMNS), "examples"), lines
 
