@@ -14,9 +14,8 @@ for scores of 0 and 1). "gated": the dense score is below {gate:g}, so that the 
 gate looks at the scores that are compared, so dense scores just above it are a little too good. "above dense":
 significantly better than dense attention in spite of the number of comparisons (p times that number below 0.05), which
 no approximation should be: look for a fault. exact: share of query heads that were read whole; keys: pool keys read, or
-asked for, a query head; sink 1 and the newest {window} tokens are exact for all and come on top, but for dense
-attention, whose keys are all keys. A: the prompt is dense; B: the question is not. "all": every sample of tasks that
-are not gated.
+asked for, a query head; the first and the newest {window} tokens are exact for all and come on top. A: the prompt is
+dense; B: the question is not. "all": every sample of tasks that are not gated.
 """
 
 
