@@ -119,10 +119,20 @@ def _figures(rows: Sequence[Row], speed: Sequence[Row]) -> list[str]:
     return drawn
 
 
+def _panels(figure: Any, count: int, **options: Any) -> list[Any]:
+    """So many axes, two beside each other, legible on a narrow page."""
+    lines = -(-count // 2)
+    figure.set_size_inches(11, 4.5 * lines)
+    panels = figure.subplots(lines, min(count, 2), squeeze=False, **options).ravel()
+    for unused in panels[count:]:
+        unused.remove()
+    return list(panels[:count])
+
+
 def _draw_errors(figure: Any, rows: Sequence[Row]) -> None:
     sizes = sorted({row["n"] for row in rows})
     names = list(dict.fromkeys(row["title"] for row in rows if row["method"] != "dense"))
-    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
+    panels = _panels(figure, len(sizes), sharex=True, sharey=True)
     for axes, n in zip(panels, sizes, strict=True):
         for i, name in enumerate(names):
             here = [row for row in rows if row["n"] == n and row["title"] == name and row["match"] == "keys"]
@@ -136,9 +146,8 @@ def _draw_errors(figure: Any, rows: Sequence[Row]) -> None:
                 axes.plot([keys, keys], [median, error.max()], **line)
                 label = name if k == 0 else None
                 axes.plot(keys, p90, marker, color=line["color"], ms=8 if ours else 4, label=label)
-        axes.set(xscale="log", yscale="log", xlabel="keys a query head", title=f"n = {n}")
+        axes.set(yscale="log", xlabel="keys a query head", ylabel="error / M", title=f"n = {n}")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("error / M")
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=6)
 
@@ -159,7 +168,7 @@ def _draw_heads(figure: Any, rows: Sequence[Row]) -> None:
     rows = [row for row in rows if row["measure"] == "value"] or list(rows)
     epsilon = min((row["epsilon"] for row in rows), key=lambda x: abs(x - 0.1))
     sizes = sorted({row["n"] for row in rows})
-    for axes, n in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+    for axes, n in zip(_panels(figure, len(sizes)), sizes, strict=True):
         here = [row["keys_by_layer_and_head"] for row in rows if row["n"] == n and row["epsilon"] == epsilon]
         keys = np.maximum(np.mean(here, axis=0), 1)
         image = axes.imshow(np.log10(keys).T, aspect="auto", cmap="viridis")
