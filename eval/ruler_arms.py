@@ -37,7 +37,13 @@ Arm: TypeAlias = str | DecodeAttention | retrieval.Strategy
 
 
 def arm(name: str, k: int, window: int) -> Arm:
-    """What goes by a name of `NAMES`, strategies with their budget and window. Other names are left to `Llama`."""
+    """What goes by a name of `NAMES`; strategies have this budget and window.
+
+    Raises:
+      ValueError: another name, or a budget or window that a strategy cannot have.
+    """
+    if name not in NAMES:
+        raise ValueError(f"attention must be one of {', '.join(NAMES)}: got {name!r}")
     if name in STRATEGIES:
         return STRATEGIES[name](budget=k, window=window, sinks=SINKS)
     return always_sample if name == "certified_always_sample" else name
