@@ -147,7 +147,8 @@ def dense_decode_attention(
         return _by_head(*_ffi.certified_decode(query, cache, words, program, hint, dense=True, dtype=dtype), dtype)
 
     def xla(query, cache):
-        return _by_head(*_within(dtype, *reference.decode_exactly(query, cache, program), hint), dtype)
+        output, certificate = reference.decode_exactly(query, cache, program)
+        return _by_head(*_within(dtype, output, certificate, hint), dtype)
 
     if implementation is None and (G > _ffi.MAX_GROUP or not _ffi.is_vectorised()):
         implementation = "xla"

@@ -64,6 +64,7 @@ def dense(scores: jax.Array, attended: jax.Array, value: jax.Array) -> tuple[jax
     return output, top + jnp.log(mass), square
 
 
+@jax.jit  # as `decode`
 def decode_exactly(query: jax.Array, cache: KVCache, config: Config) -> tuple[jax.Array, Certificate]:
     """Dense attention with the trivial certificate: as `decode`, [B, K, G, H] and [B, K, G]."""
     H, G = query.shape[-1], query.shape[2]

@@ -284,7 +284,7 @@ def _save_tree(path: Path, arrays: dict[str, Any]) -> None:
 
 
 def _load_params(path: Path, abstract: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
-    """In parts: Orbax holds what it reads twice for a while."""
+    """In parts, large arrays first: Orbax holds what it reads twice for a while, and least else is held then."""
     context = ocp.Context()
     context.pytree_options.loading.partial_load = True
     leaves = traverse_util.flatten_dict(abstract)
@@ -292,7 +292,7 @@ def _load_params(path: Path, abstract: dict[str, Any], progress: Progress | None
     params: dict[tuple[str, ...], jax.Array] = {}
     part: dict[tuple[str, ...], Any] = {}
     with context:
-        for key, leaf in leaves.items():
+        for key, leaf in sorted(leaves.items(), key=lambda item: -_nbytes(item[1])):
             part[key] = leaf
             if sum(map(_nbytes, part.values())) > max(total // 16, 16 << 20) or len(params) + len(part) == len(leaves):
                 params |= traverse_util.flatten_dict(ocp.load(path, traverse_util.unflatten_dict(part)))

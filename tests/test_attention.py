@@ -278,13 +278,8 @@ class TransformTest(chex.TestCase):
         cache, query = _setup(dtype="bfloat16")
         op = lambda query, cache: certjax.dense_decode_attention(query, cache, implementation=implementation)
         eager = op(query.astype(jnp.bfloat16), cache)
-        jitted = jax.jit(op)(query.astype(jnp.bfloat16), cache)
-        chex.assert_trees_all_equal(jitted.output, eager.output, strict=True)
+        chex.assert_trees_all_equal(jax.jit(op)(query.astype(jnp.bfloat16), cache), eager, strict=True)
         self.assertEqual(eager.output.dtype, jnp.bfloat16)
-        if implementation == "native":
-            chex.assert_trees_all_equal(jitted, eager, strict=True)
-        else:  # XLA may fuse float32 sums in another way; a rounding to bfloat16 would be 4e-3
-            chex.assert_trees_all_close(jitted.certificate, eager.certificate, rtol=1e-6)
 
     def test_gradients_are_refused(self):
         cache, query = _setup()

@@ -6,9 +6,10 @@ import jax
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import certjax.models
 from certjax.models import checkpoints
 from certjax.models.dummy import dummy_config, dummy_tensors
-from certjax.models.llama import params_from_tensors
+from certjax.models.llama import LlamaConfig, load_model, params_from_tensors
 
 TRAINED = 96  # positions of the model
 
@@ -41,6 +42,14 @@ def _write(path, positions):
 def checkpoint(tmp_path_factory):
     """A tiny model with a token for every byte, the first of them the begin-of-text token."""
     return _write(tmp_path_factory.mktemp("demo") / "model", TRAINED)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_and_model(checkpoint):
+    """Of the tiny model, with dense attention."""
+    loaded = checkpoints.load(checkpoint)
+    tokenizer = certjax.models.Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
+    return tokenizer, load_model(loaded.params, LlamaConfig.from_hf(loaded.config), attention="dense")
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,12 @@ def problems():
 
 def test_window_and_sinks_are_exact_for_everyone(problems):
     """A value that only the window, or a sink, holds is found whatever the scores say."""
-    for at in (errors.SINKS - 1, 512 - errors.WINDOW):
+    for at in (0, errors.SINKS - 1, 512 - errors.WINDOW, 511):
         first = jax.tree.map(lambda x: x[0], problems.problem)
         marked = dataclasses.replace(first, values=jnp.zeros_like(first.values).at[at].set(1e4))
         query = problems.query[0]
         exact, _ = errors._dense(marked, query)
-        for name in ("quest", "uniform", "sparq"):
+        for name in ("streaming_llm", "quest", "uniform", "sparq", "tactic", "knorm"):
             method = METHODS[name]
             rng = jax.random.key(0)
             found = method.attend(marked, method.prepare(marked, rng), query, 0.3 if method.knob else 100, rng)

@@ -46,7 +46,6 @@ def finished(long_checkpoint, tmp_path_factory):
     return folder, {row["id"]: row for row in rows}, said
 
 
-@pytest.mark.slow
 def test_a_strategy_that_may_read_everything_is_dense_attention(finished):
     _, rows, said = finished
     assert list(rows) == said
@@ -65,7 +64,6 @@ def test_a_strategy_that_may_read_everything_is_dense_attention(finished):
     assert free["attention_error"] < 0.2 * certified["attention_error"]
 
 
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_stood(long_checkpoint, finished, tmp_path):
     folder, rows, _ = finished
     lines = (folder / "rows.jsonl").read_text().splitlines()
@@ -79,7 +77,6 @@ def test_a_stopped_run_goes_on_where_it_stood(long_checkpoint, finished, tmp_pat
         passes.run(long_checkpoint, str(tmp_path), dataclasses.replace(PLAN, k=64))
 
 
-@pytest.mark.slow
 def test_table(finished):
     folder, rows, _ = finished
     assert f"{len(rows)} rows" in passes_report.write(str(folder))

@@ -9,19 +9,12 @@ import certjax
 from certjax import retrieval
 from certjax.eval import ruler_arms
 from certjax.eval.tasks import ruler
-from certjax.models import Tokenizer, checkpoints
-from certjax.models.llama import LlamaConfig, load_model
-
-SAMPLE = ruler.Sample(
-    "own-0", "own", 64, 0, "The quick brown fox.\n", "Which?", " The", ("fox",), 12, "all", 31, 1, "lines", ()
-)
+from tests.eval.tasks.ruler.test_runner import SAMPLE
 
 
 @pytest.fixture(scope="module")
-def parts(checkpoint):
-    loaded = checkpoints.load(checkpoint)
-    tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
-    model = load_model(loaded.params, LlamaConfig.from_hf(loaded.config), attention="dense")
+def parts(tokenizer_and_model):
+    tokenizer, model = tokenizer_and_model
     return model, tokenizer, ruler.read(model, tokenizer, SAMPLE, cache_dtype="float32")
 
 

@@ -1,7 +1,6 @@
 """Peak memory of converting and of loading: below 1.3 × the model in float32, whatever the file."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,14 +84,6 @@ def test_peak(tmp_path, write, kind):
     write(tmp_path / "source", tensors, kind)
     del tensors
     for arguments in ([tmp_path / "model", tmp_path / "source"], [tmp_path / "model"]):
-        peaks = []
-        while len(peaks) < 3 and (not peaks or min(peaks) >= 1.3 * size):
-            # Orbax's threads hold more where a busy machine delays them: what is needed is the least of three.
-            if len(arguments) == 2:
-                shutil.rmtree(tmp_path / "model", ignore_errors=True)
-            done = subprocess.run(
-                [sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, timeout=300, check=False
-            )
-            assert done.returncode == 0, done.stderr
-            peaks.append(int(done.stdout))
-        assert size < min(peaks) < 1.3 * size, [peak / size for peak in peaks]
+        done = subprocess.run([sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert size < int(done.stdout) < 1.3 * size, int(done.stdout) / size

@@ -8,21 +8,13 @@ import pytest
 
 import certjax
 from certjax.eval.tasks import ruler
-from certjax.models import Tokenizer, checkpoints
-from certjax.models.llama import LlamaConfig, generate, load_model
+from certjax.models.llama import generate
 
 CONFIG = certjax.Config(epsilon=0.1, delta=1e-4)
 # 64 positions, of which the begin-of-text token is one.
 SAMPLE = ruler.Sample(
     "own-0", "own", 64, 0, "The quick brown fox.\n", "Which?", " The", ("fox",), 12, "all", 31, 1, "lines", ()
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer_and_model(checkpoint):
-    loaded = checkpoints.load(checkpoint)
-    tokenizer = Tokenizer(loaded.tokenizer, loaded.tokenizer_config)
-    return tokenizer, load_model(loaded.params, LlamaConfig.from_hf(loaded.config), attention="dense")
 
 
 @pytest.fixture

@@ -47,6 +47,19 @@ def test_paired_by_hand():
     assert result.low < result.difference < result.high
 
 
+def test_paired_uses_the_pairs():
+    rng = np.random.default_rng(0)
+    base = (rng.random(60) < 0.5).astype(float)
+    other = base.copy()
+    other[np.flatnonzero(base)[:8]] = 0
+    result = ruler.paired(base, other)
+    # The same scores without their pairing differ as much, but much less surely.
+    loose = ruler.paired(base, rng.permutation(other))
+    assert loose.difference == pytest.approx(result.difference)
+    assert loose.high - loose.low > 1.5 * (result.high - result.low)
+    assert loose.p_value > 10 * result.p_value
+
+
 def test_few_equal_samples_prove_little():
     for n in (1, 3, 10):
         result = ruler.paired([0.5] * n, [0.5] * n)
